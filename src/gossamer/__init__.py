@@ -1,0 +1,57 @@
+"""Gossamer: sparse attention for diffusion transformers and long prefill, its cost always measured.
+
+Every method answers one question, which keys each tile of queries reads and with which weight; the
+answer is a `SparsePlan`, and everything else is written once for all of them.
+"""
+
+from gossamer.attention import attend, sparse_attention
+from gossamer.call import Call
+from gossamer.errors import (
+    GossamerError,
+    MissingExtraError,
+    PlanError,
+    ProfileMismatchError,
+    RecipeError,
+    UnsupportedError,
+)
+from gossamer.integrations import Handle, apply
+from gossamer.kernels import AttentionOutput, explain_kernels, list_kernels
+from gossamer.methods import SVG2, BlockTopK, Dense, InstaGen, Method, get_method, list_methods
+from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan
+from gossamer.recipe import Recipe, list_recipes
+from gossamer.records import Record
+from gossamer.session import Session
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SVG2",
+    "AttentionOutput",
+    "BlockTopK",
+    "Call",
+    "Dense",
+    "GossamerError",
+    "Handle",
+    "InstaGen",
+    "KeyBlocks",
+    "KeyTokens",
+    "Method",
+    "MissingExtraError",
+    "PlanError",
+    "ProfileMismatchError",
+    "Recipe",
+    "RecipeError",
+    "Record",
+    "Session",
+    "SparsePlan",
+    "UnsupportedError",
+    "__version__",
+    "apply",
+    "attend",
+    "explain_kernels",
+    "get_method",
+    "list_kernels",
+    "list_methods",
+    "list_recipes",
+    "sparse_attention",
+]

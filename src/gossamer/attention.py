@@ -1,0 +1,210 @@
+"""Running plans: `attend` and `sparse_attention`, opaque to torch.compile."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gossamer.call import Call
+from gossamer.errors import PlanError
+from gossamer.kernels import AttentionOutput, choose_kernel
+from gossamer.methods import Method, check_tensors
+from gossamer.plan import SparsePlan
+from gossamer.plan.flat import flatten, unflatten
+
+_methods: dict[int, Method] = {}  # methods that compiled graphs name by number
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: SparsePlan,
+    *,
+    scale: float | None = None,
+    kernel: str = "auto",
+) -> AttentionOutput:
+    """Run a plan.
+
+    Args:
+        q: [B, H, N, D] queries.
+        k: [B, Hk, S, D] keys; query head h reads KV head h // (H / Hk).
+        v: [B, Hk, S, D] values.
+        plan: Which keys each tile reads, with which weight.
+        scale: Factor on the logits; None takes the plan's, or 1/sqrt(D).
+        kernel: One of `list_kernels()`, or "auto" for the first that can.
+
+    Returns:
+        The output [B, H, N, D] in q's dtype and the log-sum-exp [B, H, N] in float32.
+
+    Raises:
+        PlanError: The plan was made for other lengths, batch or heads.
+        UnsupportedError: The kernel asked for cannot run this, with its reasons.
+    """
+    check_tensors(q, k, v)
+    _check_fit(q, k, plan)
+    factor = plan.scale if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if factor is None else factor
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        # The custom op has no backward; kernels that differentiate do so through torch itself.
+        return choose_kernel(q, k, v, plan, kernel).run(q, k, v, plan, factor)
+    tensors, numbers = flatten(plan)
+    out, lse = _attend_op(q, k, v, tensors, numbers, factor, kernel)
+    return AttentionOutput(out, lse)
+
+
+def sparse_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    method: Method,
+    call: Call | None = None,
+    *,
+    kernel: str = "auto",
+) -> Tensor:
+    """Plan and attend, without memory between calls.
+
+    Args:
+        q: [B, H, N, D] queries, after positional encoding.
+        k: [B, Hk, S, D] keys.
+        v: [B, Hk, S, D] values.
+        method: Decides which keys are read.
+        call: The facts about the call; None for self-standing attention.
+        kernel: One of `list_kernels()`, or "auto" for the first that can.
+
+    Returns:
+        [B, H, N, D] in q's dtype.
+
+    Raises:
+        PlanError: Shapes, grid, text or padding contradict one another.
+        UnsupportedError: The method or the kernel cannot do this, with the reasons.
+    """
+    call = Call() if call is None else call
+    if not torch.compiler.is_compiling():
+        plan = method.plan(q, k, v, call)
+        return attend(q, k, v, plan, scale=call.scale, kernel=kernel).out
+    grid, text = call.grid or (0, 0, 0), call.text or (-1, -1)
+    numbers = [call.layer, _or(call.num_layers), call.step, _or(call.num_steps)]
+    numbers += [int(call.causal), call.head_offset, _or(call.num_heads), call.seed]
+    return _sparse_op(
+        q,
+        k,
+        v,
+        call.key_valid,
+        [*numbers, *grid, *text],
+        call.branch,
+        call.scale,
+        _number_of(method),
+        kernel,
+    )
+
+
+def _or(number: int | None) -> int:
+    """Return the number, -1 for None."""
+    return -1 if number is None else number
+
+
+@torch.compiler.assume_constant_result
+def _number_of(method: Method) -> int:
+    """Return a number under which compiled graphs find the method."""
+    number = hash(method)
+    _methods[number] = method
+    return number
+
+
+def _check_fit(q: Tensor, k: Tensor, plan: SparsePlan) -> None:
+    """Refuse a plan that was made for other tensors."""
+    if (plan.num_queries, plan.num_keys) != (q.shape[2], k.shape[2]):
+        raise PlanError(
+            f"the plan is for {plan.num_queries} queries and {plan.num_keys} keys, but q has "
+            f"{q.shape[2]} and k has {k.shape[2]}: make a plan for these"
+        )
+    if plan.batch not in (1, q.shape[0]) or plan.heads not in (1, q.shape[1]):
+        raise PlanError(
+            f"the plan is for batch {plan.batch} and {plan.heads} heads, but q has batch "
+            f"{q.shape[0]} and {q.shape[1]} heads"
+        )
+    if plan.device != q.device:
+        raise PlanError(f"the plan is on {plan.device}, q on {q.device}: use plan.to(q.device)")
+
+
+@torch.library.custom_op("gossamer::attend", mutates_args=())
+def _attend_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: list[Tensor | None],
+    numbers: list[int],
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Run a flattened plan."""
+    whole = unflatten(plan, numbers)
+    out, lse = choose_kernel(q, k, v, whole, kernel).run(q, k, v, whole, scale)
+    return out.contiguous(), lse.contiguous()
+
+
+@_attend_op.register_fake
+def _attend_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: list[Tensor | None],
+    numbers: list[int],
+    scale: float,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Return outputs of the right shape."""
+    del k, v, plan, numbers, scale, kernel
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("gossamer::sparse_attention", mutates_args=())
+def _sparse_op(  # noqa: PLR0913 -- an op takes flat arguments
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_valid: Tensor | None,
+    numbers: list[int],
+    branch: str,
+    scale: float | None,
+    method: int,
+    kernel: str,
+) -> Tensor:
+    """Plan and attend, for compiled graphs."""
+    layer, num_layers, step, num_steps, causal, head_offset, num_heads, seed = numbers[:8]
+    frames, rows, columns, start, stop = numbers[8:]
+    call = Call(
+        layer=layer,
+        num_layers=None if num_layers < 0 else num_layers,
+        step=step,
+        num_steps=None if num_steps < 0 else num_steps,
+        branch=branch,
+        grid=(frames, rows, columns) if frames > 0 else None,
+        text=(start, stop) if start >= 0 else None,
+        key_valid=key_valid,
+        causal=bool(causal),
+        scale=scale,
+        head_offset=head_offset,
+        num_heads=None if num_heads < 0 else num_heads,
+        seed=seed,
+    )
+    plan = _methods[method].plan(q, k, v, call)
+    return attend(q, k, v, plan, scale=scale, kernel=kernel).out.contiguous()
+
+
+@_sparse_op.register_fake
+def _sparse_fake(  # noqa: PLR0913 -- mirrors the op
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_valid: Tensor | None,
+    numbers: list[int],
+    branch: str,
+    scale: float | None,
+    method: int,
+    kernel: str,
+) -> Tensor:
+    """Return an output of the right shape."""
+    del k, v, key_valid, numbers, branch, scale, method, kernel
+    return q.new_empty(q.shape)

@@ -1,0 +1,114 @@
+"""What one attention call is: where in the model it stands and what its tokens are."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import PlanError
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """The facts about one attention call that its tensors do not carry.
+
+    Attributes:
+        layer: Index of the attention layer in the model, 0-based.
+        num_layers: Attention layers in the model; None where unknown.
+        step: Index of the denoising step, 0-based and global to the generation.
+        num_steps: Denoising steps of the generation; None where unknown.
+        branch: Which guidance pass this is: "cond", "uncond", … State is kept apart by it.
+        grid: (frames, rows, columns) of the latent tokens, which lie in raster order; None where
+            unknown. It is never guessed from the token count.
+        text: [start, stop) of the text tokens inside the joint sequence; None for no text.
+        key_valid: [B or 1, S] bool, False for padded keys; None for no padding.
+        causal: Query i sees key j iff j <= i + S - N (bottom-right aligned).
+        scale: Factor on the logits; None for 1/sqrt(D) of the true head dim.
+        head_offset: Global index of this process's first head (tensor or Ulysses parallelism).
+        num_heads: Global number of heads; None for the heads given.
+        seed: Seed of every random number that planning draws.
+
+    Raises:
+        PlanError: A negative index, an index past its total, a grid or span that is not one.
+    """
+
+    layer: int = 0
+    num_layers: int | None = None
+    step: int = 0
+    num_steps: int | None = None
+    branch: str = ""
+    grid: tuple[int, int, int] | None = None
+    text: tuple[int, int] | None = None
+    key_valid: Tensor | None = None
+    causal: bool = False
+    scale: float | None = None
+    head_offset: int = 0
+    num_heads: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be a call."""
+        for name, total in (("layer", self.num_layers), ("step", self.num_steps)):
+            index = getattr(self, name)
+            if index < 0 or (total is not None and index >= total):
+                bound = "" if total is None else f" and below num_{name}s={total}"
+                raise PlanError(f"call.{name}={index}: must be at least 0{bound}")
+        if self.head_offset < 0:
+            raise PlanError(f"call.head_offset={self.head_offset}: must be at least 0")
+        if self.grid is not None and (len(self.grid) != 3 or min(self.grid) < 1):
+            raise PlanError(f"call.grid={self.grid}: must be (frames, rows, columns), each >= 1")
+        if self.text is not None and not 0 <= self.text[0] <= self.text[1]:
+            raise PlanError(f"call.text={self.text}: must be (start, stop), 0 <= start <= stop")
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise PlanError(f"call.scale={self.scale}: must be finite")
+        mask = self.key_valid
+        if mask is not None and (mask.dtype != torch.bool or mask.dim() != 2):
+            raise PlanError(
+                f"call.key_valid has shape {tuple(mask.shape)} and dtype {mask.dtype}: "
+                "must be [B, S] bool"
+            )
+
+    @property
+    def text_length(self) -> int:
+        """Number of text tokens in the joint sequence."""
+        return 0 if self.text is None else self.text[1] - self.text[0]
+
+    def latent(self, key_valid: Tensor | None) -> Call:
+        """Return this call for its latent tokens alone: no text span, `key_valid` [B, S_latent]."""
+        return replace(self, text=None, key_valid=key_valid)
+
+    def check(self, batch: int, num_queries: int, num_keys: int) -> None:
+        """Refuse a call whose grid, text or padding contradict the tensors' lengths.
+
+        Args:
+            batch: B of the tensors.
+            num_queries: N, query tokens.
+            num_keys: S, key tokens.
+
+        Raises:
+            PlanError: The lengths do not add up; the message names all of them.
+        """
+        joint = self.grid is not None or self.text_length > 0
+        if joint and num_queries != num_keys:
+            raise PlanError(
+                f"grid={self.grid} and text={self.text} describe self-attention, "
+                f"but there are {num_queries} queries and {num_keys} keys"
+            )
+        if self.text is not None and self.text[1] > num_keys:
+            raise PlanError(f"text={self.text} ends past the {num_keys} tokens of the sequence")
+        if self.grid is not None and math.prod(self.grid) + self.text_length != num_keys:
+            frames, rows, columns = self.grid
+            raise PlanError(
+                f"grid {frames}*{rows}*{columns} = {math.prod(self.grid)} tokens plus "
+                f"{self.text_length} text tokens is {math.prod(self.grid) + self.text_length}, "
+                f"but the sequence has {num_keys}: pass the grid the model really uses"
+            )
+        mask = self.key_valid
+        if mask is not None and (mask.shape[1] != num_keys or mask.shape[0] not in (1, batch)):
+            raise PlanError(
+                f"key_valid has shape {tuple(mask.shape)}: must be [{batch}, {num_keys}], "
+                "a flag for every key"
+            )

@@ -1,0 +1,162 @@
+"""Batched k-means over the tokens of every (batch row, head) at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.counter import uniform
+
+_CHUNK_BYTES = 64 << 20  # of the float32 distances held at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clusters:
+    """Groups of tokens that lie close together.
+
+    Attributes:
+        centroids: [B, H, C, D] float32, the mean of each cluster's valid tokens; an empty cluster
+            keeps the centroid it had.
+        labels: [B, H, N] int64, the cluster of each token. Padded tokens get the nearest one, but
+            count nowhere.
+        sizes: [B, H, C] int64, valid tokens per cluster; 0 for empty and for inactive clusters.
+    """
+
+    centroids: Tensor
+    labels: Tensor
+    sizes: Tensor
+
+
+class Draw(NamedTuple):
+    """What the initial centroids' random numbers are keyed by.
+
+    Attributes:
+        seed: The call's seed.
+        layer: Index of the layer.
+        step: Index of the denoising step.
+        head_offset: Global index of the first head.
+        salt: Tells uses within one call apart (queries, keys).
+    """
+
+    seed: int
+    layer: int
+    step: int
+    head_offset: int
+    salt: int
+
+
+def kmeans(
+    x: Tensor,
+    num_clusters: int,
+    *,
+    draw: Draw,
+    valid: Tensor | None = None,
+    active: Tensor | None = None,
+    init: Tensor | None = None,
+    iterations: int = 10,
+    tolerance: float = 1e-4,
+) -> Clusters:
+    """Cluster tokens by Euclidean distance (Lloyd's algorithm).
+
+    Args:
+        x: [B, H, N, D] tokens, any floating dtype; distances and sums are float32.
+        num_clusters: C, clusters per head, at least 1.
+        draw: Key of the random initial centroids.
+        valid: [B, N] bool, tokens that count; None for all.
+        active: [B] int64, clusters in use per batch row, at most C; None for all.
+        init: [B, H, C, D] float32 centroids to start from; None draws one token from each of C
+            equal strata of the valid tokens.
+        iterations: Assignments, at least 1, each followed by an update.
+        tolerance: A head whose centroids all move less than this stops there.
+
+    Returns:
+        The clusters. Labels are those of the last assignment and centroids the means under these
+        labels, so a cluster's centroid is always the mean of its members.
+    """
+    batch, heads, _, dim = x.shape
+    device = x.device
+    in_use = None
+    if active is not None:
+        in_use = torch.arange(num_clusters, device=device) < active[:, None]  # [B, C]
+    if init is None:
+        init = _initial(x, num_clusters, draw=draw, valid=valid, active=active)
+    centroids = init
+    frozen = torch.zeros(batch, heads, 1, 1, dtype=torch.bool, device=device)
+    labels = torch.empty(x.shape[:3], dtype=torch.int64, device=device)
+    sizes = torch.zeros(batch, heads, num_clusters, dtype=torch.int64, device=device)
+    for _ in range(iterations):
+        sums = _assign(x, centroids, valid=valid, in_use=in_use, labels=labels)
+        counted = torch.ones_like(labels)
+        if valid is not None:
+            counted = valid[:, None].expand_as(labels).long()
+        sizes = torch.zeros_like(sizes).scatter_add_(2, labels, counted)
+        means = sums.view(batch, heads, num_clusters, dim) / sizes[..., None].clamp(min=1)
+        means = torch.where((sizes[..., None] == 0) | frozen, centroids, means)
+        shift = (means - centroids).norm(dim=-1).amax(dim=-1)[..., None, None]
+        centroids, frozen = means, frozen | (shift < tolerance)
+        # Reading the flag would synchronise an accelerator: there all iterations are queued.
+        if device.type == "cpu" and bool(frozen.all()):
+            break
+    return Clusters(centroids=centroids, labels=labels, sizes=sizes)
+
+
+def _initial(
+    x: Tensor, num_clusters: int, *, draw: Draw, valid: Tensor | None, active: Tensor | None
+) -> Tensor:
+    """Draw one valid token from each of C equal strata: [B, H, C, D] float32."""
+    batch, heads, length, dim = x.shape
+    device = x.device
+    cluster = torch.arange(num_clusters, device=device)
+    head = torch.arange(heads, device=device)[:, None] + draw.head_offset
+    at = uniform(draw.salt, draw.seed, draw.layer, draw.step, head, cluster, device=device)
+    strata = num_clusters if active is None else active.clamp(min=1)[:, None, None]
+    share = (cluster + at) / strata  # [H, C] or [B, H, C], of the valid tokens
+    if valid is None:
+        token = (share * length).long().clamp(max=length - 1).expand(batch, heads, -1)
+        return x.gather(2, token[..., None].expand(-1, -1, -1, dim)).float()
+    tokens = valid.sum(-1)[:, None, None]
+    rank = (share * tokens).long().minimum((tokens - 1).clamp(min=0))
+    by_rank = torch.argsort((~valid).byte(), dim=-1, stable=True)  # valid tokens first
+    token = by_rank[:, None].expand(-1, heads, -1).gather(2, rank)
+    chosen = x.gather(2, token[..., None].expand(-1, -1, -1, dim)).float()
+    # A batch row without any valid token must not start from its padding.
+    return chosen.masked_fill(tokens[..., None] == 0, 0.0)
+
+
+def _assign(
+    x: Tensor, centroids: Tensor, *, valid: Tensor | None, in_use: Tensor | None, labels: Tensor
+) -> Tensor:
+    """Write each token's nearest centroid into `labels`; return sums [B * H * C, D] by cluster."""
+    batch, heads, length, dim = x.shape
+    num_clusters = centroids.shape[2]
+    # argmin |x - c|^2 = argmax x.c - |c|^2 / 2, one matrix product.
+    bias = centroids.square().sum(-1)[..., None, :] * -0.5  # [B, H, 1, C]
+    if in_use is not None:
+        bias = bias.masked_fill(~in_use[:, None, None], -torch.inf)
+    bias, by_dim = bias.flatten(0, 1), centroids.flatten(0, 1).mT
+    sums = x.new_zeros(batch * heads * num_clusters, dim, dtype=torch.float32)
+    chunk = max(1, _CHUNK_BYTES // (4 * batch * heads * max(num_clusters, dim)))
+    for begin in range(0, length, chunk):
+        part = x[:, :, begin : begin + chunk].float()
+        if valid is not None:  # padding may hold NaN, which no zero weight takes away
+            part = part.masked_fill(~valid[:, None, begin : begin + chunk, None], 0.0)
+        part = part.flatten(0, 1)  # [B * H, n, D]
+        nearest = torch.baddbmm(bias, part, by_dim).max(-1).indices
+        labels[:, :, begin : begin + chunk] = nearest.view(batch, heads, -1)
+        sums += _sum_by_label(part, nearest, num_clusters)
+    return sums
+
+
+def _sum_by_label(x: Tensor, labels: Tensor, num_clusters: int) -> Tensor:
+    """Sum x [G, n, D] by labels [G, n] into [G * C, D], in a fixed order of addition."""
+    groups, _, dim = x.shape
+    if x.device.type == "cpu":
+        offset = torch.arange(groups, device=x.device)[:, None] * num_clusters
+        sums = x.new_zeros(groups * num_clusters, dim)
+        return sums.index_add_(0, (labels + offset).flatten(), x.reshape(-1, dim))
+    # index_add_ adds with atomics there, in an order that changes from run to run.
+    one_hot = x.new_zeros(groups, labels.shape[1], num_clusters).scatter_(2, labels[..., None], 1.0)
+    return (one_hot.mT @ x).view(-1, dim)

@@ -1,0 +1,121 @@
+"""Clustering the queries and the keys of one call, and scoring the clusters against each other."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer.call import Call
+from gossamer.group.kmeans import Clusters, Draw, kmeans
+from gossamer.group.tiles import Sorted, sort_by_group
+
+# Tokens per cluster where the number of clusters is not given (DESIGN.md, "Text and padding").
+QUERIES_PER_CLUSTER = 128
+KEYS_PER_CLUSTER = 32
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterSettings:
+    """How queries and keys are clustered.
+
+    Attributes:
+        query_clusters: C_q; None for one per 128 valid queries.
+        key_clusters: C_k; None for one per 32 valid keys.
+        iterations: k-means iterations from a cold start.
+        warm_iterations: k-means iterations from the previous step's centroids.
+    """
+
+    query_clusters: int | None
+    key_clusters: int | None
+    iterations: int
+    warm_iterations: int
+
+
+class Pairs(NamedTuple):
+    """Clustered queries and keys of one call.
+
+    Attributes:
+        queries: Query clusters [B, H, C_q].
+        keys: Key clusters expanded to the query heads, sorted: [B, H, …] over C_k clusters.
+        log_scores: [B, H, C_q, C_k] float32, logit of the centroids: scale * q.k.
+        active_keys: [B] int64, key clusters in use; None for all C_k.
+    """
+
+    queries: Clusters
+    keys: Sorted
+    log_scores: Tensor
+    active_keys: Tensor | None
+
+
+def cluster_pairs(
+    q: Tensor,
+    k: Tensor,
+    call: Call,
+    scale: float,
+    settings: ClusterSettings,
+    state: MutableMapping[str, Tensor] | None,
+) -> Pairs:
+    """Cluster queries and keys by k-means and score every pair of centroids.
+
+    Args:
+        q: [B, H, N, D] queries, after positional encoding.
+        k: [B, Hk, S, D] keys.
+        call: The call; its key_valid marks the padded keys (and, where N = S, queries).
+        scale: Factor on the logits.
+        settings: Numbers of clusters and iterations.
+        state: Centroids of the previous step, read and replaced; None starts cold and keeps none.
+    """
+    valid_q = call.key_valid if q.shape[2] == k.shape[2] else None
+    queries, _ = _cluster(q, valid_q, call, settings, state, is_key=False)
+    keys, active = _cluster(k, call.key_valid, call, settings, state, is_key=True)
+    group = q.shape[1] // k.shape[1]
+    of_head = torch.arange(q.shape[1], device=q.device) // group
+    ordered = sort_by_group(keys.labels, keys.sizes.shape[2], valid=call.key_valid)
+    ordered = Sorted(*(x[:, of_head] if group > 1 else x for x in ordered))
+    grouped = queries.centroids.unflatten(1, (k.shape[1], group))  # [B, Hk, G, C_q, D]
+    log_scores = (grouped @ keys.centroids[:, :, None].mT).flatten(1, 2) * scale
+    return Pairs(queries, ordered, log_scores, active)
+
+
+def _cluster(
+    x: Tensor,
+    valid: Tensor | None,
+    call: Call,
+    settings: ClusterSettings,
+    state: MutableMapping[str, Tensor] | None,
+    *,
+    is_key: bool,
+) -> tuple[Clusters, Tensor | None]:
+    """Cluster one side, warm where the state fits; return the clusters and those in use."""
+    length = x.shape[2]
+    asked = settings.key_clusters if is_key else settings.query_clusters
+    per_cluster = KEYS_PER_CLUSTER if is_key else QUERIES_PER_CLUSTER
+    number = -(-length // per_cluster) if asked is None else min(asked, length)
+    number = max(number, 1)
+    active = None
+    if valid is not None:
+        valid = valid.expand(x.shape[0], -1)
+        tokens = valid.sum(-1)
+        active = -(-tokens // per_cluster) if asked is None else tokens.clamp(max=number)
+        active = active.clamp(min=1)
+    name = "key_centroids" if is_key else "query_centroids"
+    warm = None if state is None else state.get(name)
+    shape = (*x.shape[:2], number, x.shape[3])
+    if warm is not None and (warm.shape != shape or warm.device != x.device):
+        warm = None  # another resolution or batch: these centroids are of other tokens
+    clusters = kmeans(
+        x,
+        number,
+        draw=Draw(call.seed, call.layer, call.step, call.head_offset, salt=int(is_key)),
+        valid=valid,
+        active=active,
+        init=warm,
+        iterations=settings.iterations if warm is None else settings.warm_iterations,
+    )
+    if state is not None:
+        state[name] = clusters.centroids
+    return clusters, active

@@ -1,0 +1,62 @@
+"""Choosing a kernel, with the reasons against every other one."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from gossamer.errors import UnsupportedError
+from gossamer.kernels.base import Kernel
+from gossamer.kernels.cpu import CpuKernel
+from gossamer.kernels.reference import ReferenceKernel
+from gossamer.plan import SparsePlan
+
+# In the order of preference of kernel="auto".
+_KERNELS: tuple[Kernel, ...] = (CpuKernel(), ReferenceKernel())
+
+
+def list_kernels() -> list[str]:
+    """Return the names of all kernels, in the order in which "auto" tries them."""
+    return [kernel.name for kernel in _KERNELS]
+
+
+def explain_kernels(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan) -> dict[str, list[str]]:
+    """Return, for every kernel, the reasons why it cannot run this; an empty list if it can."""
+    return {kernel.name: kernel.supports(q, k, v, plan) for kernel in _KERNELS}
+
+
+def choose_kernel(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, kernel: str) -> Kernel:
+    """Return the kernel asked for, or the first that can run the plan for "auto".
+
+    Raises:
+        UnsupportedError: The kernel asked for is unknown or cannot run this; it never falls back.
+    """
+    if kernel != "auto":
+        by_name = {known.name: known for known in _KERNELS}
+        if kernel not in by_name:
+            known = ", ".join(["auto", *by_name])
+            raise UnsupportedError(f"unknown kernel {kernel!r}: known are {known}")
+        reasons = by_name[kernel].supports(q, k, v, plan)
+        if reasons:
+            raise UnsupportedError([f"kernel {kernel!r} cannot run this: {r}" for r in reasons])
+        return by_name[kernel]
+    for candidate in _KERNELS:
+        if not candidate.supports(q, k, v, plan):
+            _warn_if_slow(candidate, q)
+            return candidate
+    raise UnsupportedError(
+        [f"{n}: {'; '.join(r)}" for n, r in explain_kernels(q, k, v, plan).items()]
+    )
+
+
+def _warn_if_slow(kernel: Kernel, q: Tensor) -> None:
+    """Say once when "auto" ends at the float64 reference for want of a fast kernel."""
+    if kernel.name == "reference" and q.device.type != "cpu" and not torch.is_grad_enabled():
+        warnings.warn(
+            f"no fast kernel runs on {q.device.type} in this version: attention uses the float64 "
+            "reference, which is right and slow",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -1,0 +1,57 @@
+"""Dense attention, as a plan: what every other method is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from gossamer.call import Call
+from gossamer.methods.base import Method, State, register
+from gossamer.plan import KeyTokens, SparsePlan
+
+
+@register
+@dataclass(frozen=True, kw_only=True)
+class Dense(Method):
+    """Read every visible key.
+
+    The plan is one full row that all tiles of all heads and batch rows share. Its density is 1,
+    whatever density is asked for.
+    """
+
+    name: ClassVar[str] = "dense"
+
+    @classmethod
+    def at_density(cls, density: float, **params: Any) -> Self:
+        """Return the method; 1 is the only density it has."""
+        del density
+        return cls(**params)
+
+    def static_key(self, call: Call) -> Hashable:
+        """Return a constant: the plan depends on lengths and masks alone."""
+        del call
+        return ()
+
+    def _plan_latent(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State | None
+    ) -> SparsePlan:
+        """Return the full plan."""
+        del v, state
+        tile = 128
+        num_queries, num_keys = q.shape[2], k.shape[2]
+        every = torch.arange(num_keys, device=q.device).view(1, 1, 1, -1)
+        num_tiles = -(-num_queries // tile)
+        return SparsePlan(
+            num_queries=num_queries,
+            num_keys=num_keys,
+            tile=tile,
+            keys=KeyTokens.from_lists(every),
+            tile_row=torch.zeros(1, 1, num_tiles, dtype=torch.int32, device=q.device),
+            causal=call.causal,
+            key_valid=call.key_valid,
+            scale=call.scale,
+        )

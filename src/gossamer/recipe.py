@@ -1,0 +1,161 @@
+"""Recipes: what to run and where, as one value that is also a TOML file."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from gossamer.errors import PlanError, RecipeError
+from gossamer.kernels import list_kernels
+from gossamer.methods import Method, get_method
+from gossamer.schedule import Schedule, check_schedule
+
+# Below this many tokens planning costs more than it saves (CPU, 2 cores: dense attention of 1,024
+# tokens takes 1.2 ms a head, a cold plan alone 2 ms).
+MIN_TOKENS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a model's attention is sparsified.
+
+    Attributes:
+        method: Decides which keys are read.
+        dense_steps: Denoising steps that stay dense: a count or a fraction of the first ones, a
+            pair (first, last), or indices such as "0-3,38". Fractions round up.
+        dense_layers: Layers that stay dense, in the same forms.
+        min_tokens: Calls with fewer queries go dense, and the record says so.
+        kernel: One of `list_kernels()`, or "auto".
+
+    Raises:
+        RecipeError: A value out of range, with the allowed ones.
+    """
+
+    method: Method
+    dense_steps: Schedule = 0
+    dense_layers: Schedule = 0
+    min_tokens: int = MIN_TOKENS
+    kernel: str = "auto"
+
+    def __post_init__(self) -> None:
+        """Check every value and bring schedules to their normal form."""
+        if not isinstance(self.method, Method):
+            raise RecipeError(
+                f"method={self.method!r} is not a method: use gossamer.get_method(name)"
+            )
+        for name in ("dense_steps", "dense_layers"):
+            object.__setattr__(self, name, check_schedule(name, getattr(self, name)))
+        tokens = self.min_tokens
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise RecipeError(f"min_tokens={tokens!r}: must be an integer >= 0")
+        if self.kernel != "auto" and self.kernel not in list_kernels():
+            known = ", ".join(["auto", *list_kernels()])
+            raise RecipeError(f"unknown kernel {self.kernel!r}: known are {known}")
+
+    def to_toml(self) -> str:
+        """Return the recipe as TOML text, which `from_toml` reads back to an equal recipe."""
+        lines = [
+            f"{field.name} = {_toml(value)}"
+            for field in fields(self)
+            if field.name != "method" and (value := getattr(self, field.name)) != field.default
+        ]
+        params = {key: value for key, value in self.method.params().items() if value is not None}
+        lines += ["", "[method]", f"name = {_toml(self.method.name)}"]
+        lines += [f"{key} = {_toml(value)}" for key, value in params.items()]
+        return "\n".join(lines).lstrip("\n") + "\n"
+
+    @classmethod
+    def from_toml(cls, text: str) -> Recipe:
+        """Read a recipe from TOML text.
+
+        Raises:
+            RecipeError: Not TOML, an unknown key, or a value that is not allowed.
+        """
+        try:
+            return cls.from_dict(tomllib.loads(text))
+        except tomllib.TOMLDecodeError as error:
+            raise RecipeError(f"not valid TOML: {error}") from error
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any]) -> Recipe:
+        """Build a recipe from its TOML table.
+
+        Raises:
+            RecipeError: An unknown key, or a value that is not allowed.
+        """
+        table = dict(table)
+        allowed = [field.name for field in fields(cls)]
+        for key in table:
+            if key not in allowed:
+                near = difflib.get_close_matches(key, allowed, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise RecipeError(f"unknown key {key!r}: {hint}known are {', '.join(allowed)}")
+        method = table.pop("method", None)
+        if isinstance(method, str):
+            method = {"name": method}
+        if not isinstance(method, dict) or not isinstance(method.get("name"), str):
+            raise RecipeError('a recipe needs a [method] table with a name, e.g. name = "instagen"')
+        try:
+            return cls(method=get_method(**method), **table)
+        except (PlanError, TypeError) as error:
+            raise RecipeError(str(error)) from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the recipe to a TOML file; the file appears whole or not at all."""
+        path = Path(path)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            file.write(self.to_toml())
+        Path(file.name).replace(path)
+
+    @classmethod
+    def load(cls, name_or_path: str | os.PathLike[str]) -> Recipe:
+        """Read a shipped recipe by name, or a recipe file by path.
+
+        Raises:
+            RecipeError: No such recipe or file, or one that is not allowed.
+        """
+        path = Path(name_or_path)
+        if str(name_or_path) in list_recipes():
+            path = Path(str(files("gossamer") / "recipes" / f"{name_or_path}.toml"))
+        elif not path.is_file():
+            near = difflib.get_close_matches(str(name_or_path), list_recipes(), n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise RecipeError(
+                f"no recipe {str(name_or_path)!r}: {hint}give a .toml file or one of "
+                + ", ".join(list_recipes())
+            )
+        try:
+            return cls.from_toml(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise RecipeError(f"cannot read the recipe {path}: {error}") from error
+        except RecipeError as error:
+            raise RecipeError(f"{path}: {error}") from error
+
+
+def list_recipes() -> list[str]:
+    """Return the names of the recipes that ship with Gossamer."""
+    found = (files("gossamer") / "recipes").iterdir()
+    return sorted(
+        entry.name.removesuffix(".toml") for entry in found if entry.name.endswith(".toml")
+    )
+
+
+def _toml(value: object) -> str:
+    """Return a plain value in TOML notation."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return f'"{escaped}"'
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    raise RecipeError(f"a recipe file cannot hold {value!r}")

@@ -1,0 +1,110 @@
+"""From what rows take of clusters to ascending lists of tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gossamer.group.tiles import Sorted
+from gossamer.plan import KeyTokens
+from gossamer.select.sample import Draws
+
+_CHUNK_BYTES = 64 << 20  # of the int64 lists held at once
+_LAST = torch.iinfo(torch.int32).max  # sorts behind every key
+
+
+def list_keys(taken: Tensor, keys: Sorted, *, width: int | None = None) -> KeyTokens:
+    """List the first `taken` keys of each cluster.
+
+    Args:
+        taken: [B, H, R, C] int64, keys taken of each cluster in key order.
+        keys: The keys sorted by cluster, over C clusters.
+        width: Room for each row, where the caller knows a bound; None reads the counts (one
+            synchronisation) and packs the rows without slack.
+
+    Returns:
+        The key rows, R per head.
+    """
+    return _list(taken, None, keys, width)
+
+
+def list_draws(draws: Draws, keys: Sorted, *, width: int) -> KeyTokens:
+    """List the certain and the drawn keys, with log weights -log(pi).
+
+    Args:
+        draws: What each row reads of each cluster, [B, H, R, C].
+        keys: The keys sorted by cluster, over C clusters.
+        width: Room for each row: an upper bound of its certain and drawn keys.
+
+    Returns:
+        The key rows, R per head, each entry weighted so that sums over it are unbiased.
+    """
+    return _list(draws.taken, draws, keys, width)
+
+
+def _list(taken: Tensor, draws: Draws | None, keys: Sorted, width: int | None) -> KeyTokens:
+    """Resolve clusters to keys, a bounded number of rows at a time."""
+    batch, heads, num_rows, num_clusters = taken.shape
+    device = taken.device
+    count = taken.sum(-1).flatten()  # [B * H * R]
+    if draws is not None:
+        count = count + draws.count.flatten()
+    room = int(count.max()) if width is None else width
+    head = torch.arange(batch * heads, device=device).repeat_interleave(num_rows)
+    order, begin, size = (x.flatten(0, 1) for x in keys)  # one line per head
+    pool, weights = [], []
+    chunk = max(1, _CHUNK_BYTES // (8 * max(room, num_clusters)))
+    for part in torch.arange(len(count), device=device).split(chunk):
+        of_head = head[part]
+        place = torch.arange(room, device=device).expand(len(part), -1)
+        listed = place < count[part, None]
+        place = torch.where(listed, place, 0)
+        cluster, rank = _first(taken.flatten(0, 2)[part], place)
+        if draws is not None:
+            cluster, rank = _drawn(draws, part, place, cluster, rank)
+        rank = rank.minimum(size[of_head].gather(1, cluster) - 1).clamp(min=0)
+        index = order[of_head[:, None], begin[of_head].gather(1, cluster) + rank].int()
+        index, by = index.masked_fill(~listed, _LAST).sort(dim=1)
+        if width is None:
+            pool.append(index[listed])
+            continue
+        # Slack repeats the row's greatest key; a row without any key has no slack to read.
+        greatest = index.masked_fill(~listed, 0).amax(dim=1, keepdim=True) if room else index
+        pool.append(torch.where(listed, index, greatest).flatten())
+        if draws is not None:
+            log_pi = draws.log_pi.flatten(0, 2)[part].gather(1, cluster.gather(1, by))
+            weights.append((-log_pi).float().masked_fill(~listed, 0.0).flatten())
+    start = torch.arange(len(count), device=device) * room
+    if width is None:
+        start = count.cumsum(0) - count
+    return KeyTokens(
+        start=start.view(batch, heads, num_rows),
+        count=count.view(batch, heads, num_rows).int(),
+        index=torch.cat(pool),
+        log_weight=torch.cat(weights) if weights else None,
+    )
+
+
+def _first(taken: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cluster and rank [n, L] of each place among the keys taken for certain [n, C]."""
+    end = taken.cumsum(1)
+    cluster = torch.searchsorted(end, place.contiguous(), right=True)
+    cluster = cluster.clamp(max=taken.shape[1] - 1)
+    return cluster, place - (end - taken).gather(1, cluster)
+
+
+def _drawn(
+    draws: Draws, part: Tensor, place: Tensor, cluster: Tensor, rank: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Replace cluster and rank at the places behind a row's certain keys by those drawn."""
+    num_taken = draws.taken.flatten(0, 2)[part].sum(1, keepdim=True)
+    offset, log_pi = (x.flatten(0, 2)[part] for x in (draws.offset, draws.log_pi))
+    threshold = draws.phase.flatten()[part, None] + (place - num_taken)
+    # Clusters without probability share their offset with the next one: the last of equals holds
+    # the threshold.
+    drawn = (torch.searchsorted(offset, threshold, right=True) - 1).clamp(min=0)
+    inside = (threshold - offset.gather(1, drawn)) / log_pi.gather(1, drawn).exp()
+    is_sure = place < num_taken
+    # What stands at certain places is not a number there; it is not used.
+    inside = inside.masked_fill(is_sure, 0.0).long()
+    return torch.where(is_sure, cluster, drawn), torch.where(is_sure, rank, inside)
