@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from cases import Options, Shape, options, random_plan, shapes
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import assert_matches, attention, tolerance
 
 import gossamer as gs
+from cases import Options, Shape, options, random_plan, shapes
 from gossamer.kernels import cpu
 from gossamer.plan import to_tokens
+from oracle import assert_matches, attention, tolerance
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import Options, Shape, options, random_plan, shapes
 from hypothesis import given
 
 import gossamer as gs
+from cases import Options, Shape, options, random_plan, shapes
 from gossamer.plan.flat import flatten, unflatten
 
 

@@ -70,9 +70,11 @@ def cluster_pairs(
         state: Centroids of the previous step, read and replaced; None starts cold and keeps none.
     """
     valid_q = call.key_valid if q.shape[2] == k.shape[2] else None
-    queries, _ = _cluster(q, valid_q, call, settings, state, is_key=False)
-    keys, active = _cluster(k, call.key_valid, call, settings, state, is_key=True)
     group = q.shape[1] // k.shape[1]
+    draw = Draw(call.seed, call.layer, call.step, call.head_offset, salt=0)
+    draw_k = draw._replace(head_offset=call.head_offset // group, salt=1)
+    queries, _ = _cluster(q, valid_q, draw, settings, state)
+    keys, active = _cluster(k, call.key_valid, draw_k, settings, state)
     of_head = torch.arange(q.shape[1], device=q.device) // group
     ordered = sort_by_group(keys.labels, keys.sizes.shape[2], valid=call.key_valid)
     ordered = Sorted(*(x[:, of_head] if group > 1 else x for x in ordered))
@@ -84,14 +86,12 @@ def cluster_pairs(
 def _cluster(
     x: Tensor,
     valid: Tensor | None,
-    call: Call,
+    draw: Draw,
     settings: ClusterSettings,
     state: MutableMapping[str, Tensor] | None,
-    *,
-    is_key: bool,
 ) -> tuple[Clusters, Tensor | None]:
     """Cluster one side, warm where the state fits; return the clusters and those in use."""
-    length = x.shape[2]
+    length, is_key = x.shape[2], draw.salt == 1
     asked = settings.key_clusters if is_key else settings.query_clusters
     per_cluster = KEYS_PER_CLUSTER if is_key else QUERIES_PER_CLUSTER
     number = -(-length // per_cluster) if asked is None else min(asked, length)
@@ -110,7 +110,7 @@ def _cluster(
     clusters = kmeans(
         x,
         number,
-        draw=Draw(call.seed, call.layer, call.step, call.head_offset, salt=int(is_key)),
+        draw=draw,
         valid=valid,
         active=active,
         init=warm,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.errors import PlanError, UnsupportedError
-from gossamer.plan import SparsePlan, join_text
+from gossamer.plan import SparsePlan, full_plan, join_text
 
 State = MutableMapping[str, Any]
 
@@ -77,7 +77,9 @@ class Method(ABC):
         if call.causal and self.causal_reason:
             raise UnsupportedError(f"{self.name} has no causal form: {self.causal_reason}")
         with torch.no_grad():
-            if call.text_length == 0:
+            if min(q.shape[2], k.shape[2] - call.text_length) == 0:
+                plan = full_plan(q, k, call)  # nothing latent to choose from
+            elif call.text_length == 0:
                 plan = self._plan_latent(q, k, v, call, state)
             else:
                 plan = self._plan_joint(q, k, v, call, state)

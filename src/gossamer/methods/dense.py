@@ -6,12 +6,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.methods.base import Method, State, register
-from gossamer.plan import KeyTokens, SparsePlan
+from gossamer.plan import SparsePlan, full_plan
 
 
 @register
@@ -41,17 +40,4 @@ class Dense(Method):
     ) -> SparsePlan:
         """Return the full plan."""
         del v, state
-        tile = 128
-        num_queries, num_keys = q.shape[2], k.shape[2]
-        every = torch.arange(num_keys, device=q.device).view(1, 1, 1, -1)
-        num_tiles = -(-num_queries // tile)
-        return SparsePlan(
-            num_queries=num_queries,
-            num_keys=num_keys,
-            tile=tile,
-            keys=KeyTokens.from_lists(every),
-            tile_row=torch.zeros(1, 1, num_tiles, dtype=torch.int32, device=q.device),
-            causal=call.causal,
-            key_valid=call.key_valid,
-            scale=call.scale,
-        )
+        return full_plan(q, k, call)

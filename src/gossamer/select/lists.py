@@ -63,7 +63,9 @@ def _list(taken: Tensor, draws: Draws | None, keys: Sorted, width: int | None) -
         if draws is not None:
             cluster, rank = _drawn(draws, part, place, cluster, rank)
         rank = rank.minimum(size[of_head].gather(1, cluster) - 1).clamp(min=0)
-        index = order[of_head[:, None], begin[of_head].gather(1, cluster) + rank].int()
+        # Rows without any key resolve to some place, which is then not listed.
+        source = (begin[of_head].gather(1, cluster) + rank).clamp(max=order.shape[1] - 1)
+        index = order[of_head[:, None], source].int()
         index, by = index.masked_fill(~listed, _LAST).sort(dim=1)
         if width is None:
             pool.append(index[listed])
