@@ -44,6 +44,19 @@ class AttentionEvent:
 Observer = Callable[[AttentionEvent], None]
 
 
+@dataclass(frozen=True)
+class DenseBackend:
+    """Another library's way to compute one call densely.
+
+    Attributes:
+        name: What the record calls it.
+        run: Computes the output, [B, H, N, D].
+    """
+
+    name: str
+    run: Callable[[], Tensor]
+
+
 class Session:
     """Runs a recipe over the calls of a generation.
 
@@ -89,7 +102,19 @@ class Session:
         self._static = {}
         self._ended = True
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, call: Call | None = None) -> Tensor:
+    def drop_state(self) -> None:
+        """Forget what was kept for later steps; the generation and its records go on."""
+        self._states = {}
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call | None = None,
+        *,
+        dense_by: DenseBackend | None = None,
+    ) -> Tensor:
         """Run one attention call, dense or sparse as the recipe says.
 
         Args:
@@ -97,6 +122,7 @@ class Session:
             k: [B, Hk, S, D] keys.
             v: [B, Hk, S, D] values.
             call: The facts about the call; None for layer 0, step 0.
+            dense_by: Computes the call where it goes dense; None for the session's own way.
 
         Returns:
             [B, H, N, D] in q's dtype.
@@ -109,11 +135,10 @@ class Session:
         call = Call() if call is None else call
         check_tensors(q, k, v)
         call.check(q.shape[0], q.shape[2], k.shape[2])
-        if self._ended:
-            self._records, self._ended = [], False
+        self._begin()
         reason = self._dense_reason(q, call)
         if reason is not None:
-            return self.dense(q, k, v, call, reason=reason)
+            return self.dense(q, k, v, call, reason=reason, by=dense_by)
         watch = Stopwatch(q.device)
         plan, cached = self._plan(q, k, v, call)
         kernel = choose_kernel(q, k, v, plan, self.recipe.kernel)
@@ -126,18 +151,35 @@ class Session:
         self._finish(AttentionEvent(q=q, k=k, v=v, out=out, call=call, plan=plan, record=record))
         return out
 
-    def dense(self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, reason: str) -> Tensor:
-        """Run one call densely and record why; arguments as `attention`."""
-        if self._ended:
-            self._records, self._ended = [], False
+    def dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        *,
+        reason: str,
+        by: DenseBackend | None = None,
+    ) -> Tensor:
+        """Run one call densely and record why; arguments as `attention`, `by` as its `dense_by`."""
+        self._begin()
         watch = Stopwatch(q.device)
-        out = dense_attention(
-            q, k, v, scale=call.scale, causal=call.causal, key_valid=call.key_valid
-        )
+        if by is None:
+            out = dense_attention(
+                q, k, v, scale=call.scale, causal=call.causal, key_valid=call.key_valid
+            )
+        else:
+            out = by.run()
         watch.mark()
-        record = _record(q, k, call, "dense", DENSE_KERNEL, reason, watch, None)
+        kernel = DENSE_KERNEL if by is None else by.name
+        record = _record(q, k, call, "dense", kernel, reason, watch, None)
         self._finish(AttentionEvent(q=q, k=k, v=v, out=out, call=call, plan=None, record=record))
         return out
+
+    def _begin(self) -> None:
+        """Clear the last generation's records at the first call of the next one."""
+        if self._ended:
+            self._records, self._ended = [], False
 
     def _dense_reason(self, q: Tensor, call: Call) -> str | None:
         """Return why this call goes dense, None if it does not."""

@@ -7,11 +7,10 @@ import os
 from typing import Any
 
 from gossamer.errors import MissingExtraError
-from gossamer.integrations.attached_session import AttachedSession
 from gossamer.integrations.handle import Handle
 from gossamer.methods import Method
 from gossamer.recipe import Recipe
-from gossamer.session import Observer
+from gossamer.session import Observer, Session
 
 __all__ = ["Handle", "apply", "detach"]
 
@@ -61,7 +60,7 @@ def apply(
         >>> handle.summary()["density"]  # doctest: +SKIP
     """
     attachment = _diffusers_attachment()
-    session = AttachedSession(_as_recipe(recipe), observer=observer)
+    session = Session(_as_recipe(recipe), observer=observer)
     return Handle(session, attachment.attach(target, session))
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 
 from gossamer.errors import UnsupportedError
-from gossamer.integrations.attached_session import AttachedSession
 from gossamer.integrations.diffusers.families import Family, find_family, unsupported
 from gossamer.integrations.diffusers.hook import RootHook, install, installed_hook
 from gossamer.integrations.diffusers.passes import PassListener
@@ -21,9 +20,10 @@ from gossamer.integrations.diffusers.sites import (
     Site,
     number_site,
 )
+from gossamer.session import Session
 
 
-def attach(target: object, session: AttachedSession) -> ExitStack:
+def attach(target: object, session: Session) -> ExitStack:
     """Route the self-attention of a model, or of every supported model of a pipeline, to a session.
 
     Nothing is changed if anything is refused.
@@ -125,7 +125,7 @@ def _attach_model(
     number: int,
     model: nn.Module,
     family: Family,
-    session: AttachedSession,
+    session: Session,
     progress: Progress,
     undo: ExitStack,
 ) -> RootHook:

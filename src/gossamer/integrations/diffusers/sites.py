@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from gossamer.call import Call
 from gossamer.errors import PlanError, UnsupportedError
-from gossamer.integrations.attached_session import AttachedSession, OtherBackend
 from gossamer.integrations.diffusers.families import Family, Grid
 from gossamer.integrations.diffusers.passes import PassListener
 from gossamer.integrations.diffusers.progress import Progress
+from gossamer.session import DenseBackend, Session
 
 SITE_ATTRIBUTE = "_gossamer_site"
 """Attribute of an attached attention module: its number, an int64 scalar on the CPU."""
@@ -42,7 +42,7 @@ class Attachment:
     model: int
     family: Family
     num_layers: int
-    session: AttachedSession
+    session: Session
     progress: Progress
     passes: PassListener
 
@@ -113,16 +113,15 @@ class Site:
             )
             return out.transpose(1, 2)
 
-        other = OtherBackend(f"diffusers:{backend.value}", run_previous)
+        other = DenseBackend(f"diffusers:{backend.value}", run_previous)
         if reason is None and backend is AttentionBackendName.NATIVE:
             other = None  # the session's own dense attention is the same, and deaf to padded keys
         session = self.attachment.session
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))  # [B, H, N, D]
-        with session.dense_by(other):
-            if reason is None:
-                out = session.attention(q, k, v, call)
-            else:
-                out = session.dense(q, k, v, call, reason=reason)
+        if reason is None:
+            out = session.attention(q, k, v, call, dense_by=other)
+        else:
+            out = session.dense(q, k, v, call, reason=reason, by=other)
         return out.transpose(1, 2).contiguous()
 
     def _call(
