@@ -51,7 +51,7 @@ $(STAMP)/torch: constraints.txt
 	@mkdir -p $(STAMP) && touch $@
 
 define install
-$(PIP) install -c constraints.txt -e ".[$(1)]"
+$(PIP) install -q -c constraints.txt -e ".[$(1)]"
 @touch $@
 endef
 
