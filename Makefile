@@ -22,7 +22,7 @@ STAMP := $(VENV)/stamps
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)/demo
-	$(BIN)/gossamer compare --demo --out out/demo
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/gossamer compare --demo --out out/demo
 
 test: $(STAMP)/dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -32,7 +32,6 @@ lint: $(STAMP)/dev
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
-	$(BIN)/python tools/make_readme_results.py --check
 
 docs: $(STAMP)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
