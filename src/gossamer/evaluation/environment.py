@@ -29,7 +29,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "torch": torch.__version__,
         "diffusers": package_version("diffusers"),
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cpu": cpu_name(),
         "threads": torch.get_num_threads(),
         "device": device_name(torch.device(device)),
