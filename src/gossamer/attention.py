@@ -12,7 +12,7 @@ from gossamer.methods import Method, check_tensors
 from gossamer.plan import SparsePlan
 from gossamer.plan.flat import flatten, unflatten
 
-_methods: dict[int, Method] = {}  # methods that compiled graphs name by number
+_methods: dict[Method, int] = {}  # methods that compiled graphs name by number
 
 
 def attend(
@@ -104,12 +104,13 @@ def _or(number: int | None) -> int:
     return -1 if number is None else number
 
 
-@torch.compiler.assume_constant_result
 def _number_of(method: Method) -> int:
     """Return a number under which compiled graphs find the method."""
-    number = hash(method)
-    _methods[number] = method
-    return number
+    return _methods.setdefault(method, len(_methods))
+
+
+# What torch.compiler.assume_constant_result sets; calling it would import the compiler, 1.8 s.
+_number_of._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _check_fit(q: Tensor, k: Tensor, plan: SparsePlan) -> None:
@@ -189,7 +190,7 @@ def _sparse_op(  # noqa: PLR0913 -- an op takes flat arguments
         num_heads=None if num_heads < 0 else num_heads,
         seed=seed,
     )
-    plan = _methods[method].plan(q, k, v, call)
+    plan = list(_methods)[method].plan(q, k, v, call)  # numbers count from 0 in order
     return attend(q, k, v, plan, scale=scale, kernel=kernel).out.contiguous()
 
 

@@ -125,6 +125,18 @@ def test_law_5_the_asked_density_is_met(name: str, num_tokens: int, density: flo
     assert abs(plan.density - density) <= 0.02
 
 
+@pytest.mark.parametrize("num_queries", [2048, 1500])
+@pytest.mark.parametrize("num_keys", [2048, 4097])
+@pytest.mark.parametrize("density", [0.15, 0.3, 0.6])
+def test_law_5_the_asked_density_is_met_causally(
+    num_queries: int, num_keys: int, density: float
+) -> None:
+    """Of the visible pairs: blocks on the diagonal are half visible."""
+    q, k, v = Shape(1, 2, 1, num_queries, num_keys, 16, 1).tensors()
+    plan = gs.BlockTopK(density=density).plan(q, k, v, gs.Call(causal=True))
+    assert abs(plan.density - density) <= 0.02
+
+
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("density", [0.2, 0.6])
 def test_the_asked_density_is_that_of_latent_pairs(name: str, density: float) -> None:

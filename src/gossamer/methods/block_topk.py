@@ -85,11 +85,13 @@ class BlockTopK(Method):
         grouped = mean_q.unflatten(1, (k.shape[1], -1))  # [B, Hk, G, R, D]
         scores = (grouped @ mean_k[:, :, None].mT).flatten(1, 2) * logit_scale(q, call)
         possible = (size > 0)[:, None, None]  # [B|1, 1, 1, C]
+        share = size[:, None, None].double() / self.block  # of each block, what can be read
         forced = None
         if call.causal:
-            forced, possible = _causal(call, num_queries, num_keys, self, possible)
+            forced, seen = _causal(call, num_queries, num_keys, self, possible)
+            share, possible = seen.masked_fill(~possible, 0.0), possible & (seen > 0)
         scores = scores.masked_fill(~possible, -torch.inf)
-        keep = self._select(scores, possible, forced)
+        keep = self._select(scores, possible, share, forced)
         return SparsePlan(
             num_queries=num_queries,
             num_keys=num_keys,
@@ -100,26 +102,50 @@ class BlockTopK(Method):
             scale=call.scale,
         )
 
-    def _select(self, scores: Tensor, possible: Tensor, forced: Tensor | None) -> Tensor:
+    def _select(
+        self, scores: Tensor, possible: Tensor, share: Tensor, forced: Tensor | None
+    ) -> Tensor:
         """Return the kept blocks [B, H, R, C]."""
         if self.mass is not None:
             keep = top_mass(scores, self.mass)
             return keep if forced is None else keep | forced
-        num_possible = possible.sum(-1).expand(-1, -1, scores.shape[2])  # [B|1, 1, R]
+        count = possible.sum(-1).expand(-1, -1, scores.shape[2])  # [B|1, 1, R]
         if self.density is None:
-            count = torch.full_like(num_possible, self.blocks or 1)
-        else:
-            # Rounding the running sum spreads the fractions: the whole plan meets the density.
-            total = (num_possible.cumsum(-1).double() * self.density).round().long()
-            count = torch.diff(total, dim=-1, prepend=torch.zeros_like(total[..., :1]))
-        count = count.clamp(min=1).expand(*scores.shape[:2], -1)
-        return top_blocks(scores, count, forced=forced)
+            count = torch.full_like(count, self.blocks or 1)
+        elif self.density < 1:
+            count = _spread(self.density, share.expand(-1, -1, scores.shape[2], -1), forced)
+        return top_blocks(scores, count.expand(*scores.shape[:2], -1), forced=forced)
+
+
+def _spread(density: float, share: Tensor, forced: Tensor | None) -> Tensor:
+    """Return how many blocks each row keeps so that the whole plan meets the density.
+
+    Each row keeps one block, the forced one if there is one. What the density leaves beside these
+    accumulates over the rows, and rounding the running sum spreads its fractions.
+
+    Args:
+        density: Share of the visible pairs.
+        share: [B|1, 1, R, C] float64, visible pairs of each block over those of a whole one.
+        forced: [B|1, 1, R, C] bool, or None.
+
+    Returns:
+        [B|1, 1, R] int64, at least 1.
+    """
+    total, number = share.sum(-1), (share > 0).sum(-1)
+    mean = total / number.clamp(min=1)
+    first = mean if forced is None else (share * forced).sum(-1)
+    # One of the other blocks, on average: those at a causal edge are visible in part.
+    rest = (total - first).sum(-1, keepdim=True)
+    each = rest / (number - 1).clamp(min=0).sum(-1, keepdim=True).clamp(min=1)
+    left = ((total * density - first) / torch.where(each > 0, each, 1.0)).cumsum(-1)
+    more = left.clamp(min=0).cummax(-1).values.round().long()
+    return 1 + torch.diff(more, dim=-1, prepend=torch.zeros_like(more[..., :1]))
 
 
 def _causal(
     call: Call, num_queries: int, num_keys: int, method: BlockTopK, possible: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the block each tile must keep and the blocks it may, [B|1, 1, R, C] each.
+    """Return the block each tile must keep [B|1, 1, R, C] bool and the visible shares [R, C].
 
     The forced block holds the last valid key that the tile's first query sees or, where it sees
     none, the first valid key of all: every query of the tile that sees any key sees that one.
@@ -132,15 +158,22 @@ def _causal(
     last_valid = torch.where(valid, key, -1).cummax(-1).values  # [B|1, S], up to each key
     first_valid = valid.byte().argmax(-1, keepdim=True)
     tile_start = torch.arange(0, num_queries, method.tile, device=device)  # [R]
-    tile_end = (tile_start + method.tile).clamp(max=num_queries) - 1
+    tile_end = (tile_start + method.tile).clamp(max=num_queries)
     shift = num_keys - num_queries
     must = last_valid[:, (tile_start + shift).clamp(0, max(num_keys - 1, 0))]  # [B|1, R]
     must = torch.where((must < 0) | (tile_start + shift < 0), first_valid, must)
     begin = torch.arange(possible.shape[-1], device=device) * method.block
-    seen = begin <= (tile_end + shift)[:, None]  # [R, C]
+    # Query i sees clamp(i + shift + 1 - begin, 0, block) keys of a block: sums over a tile of it.
+    seen = _ramp(tile_end[:, None] + shift - begin, method.block)
+    seen = seen - _ramp(tile_start[:, None] + shift - begin, method.block)  # [R, C] pairs
     forced = (must // method.block)[:, None, :, None] == begin // method.block
-    possible = possible & seen
-    return forced & possible, possible
+    return forced & possible & (seen > 0), seen.double() / (method.tile * method.block)
+
+
+def _ramp(x: Tensor, block: int) -> Tensor:
+    """Return the sum of clamp(t, 0, block) over integers t up to x."""
+    inside = x.clamp(0, block)
+    return inside * (inside + 1) // 2 + (x - block).clamp(min=0) * block
 
 
 def _trimmed(keys: KeyBlocks) -> KeyBlocks:
