@@ -22,7 +22,7 @@ STAMP := $(VENV)/stamps
 .DELETE_ON_ERROR:
 
 demo: $(STAMP)/demo
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/gossamer compare --demo --out out/demo
+	$(BIN)/gossamer compare --demo --out out/demo
 
 test: $(STAMP)/dev
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -45,7 +45,6 @@ def run_workers(arguments: argparse.Namespace) -> None:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(arguments.threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
     }
     workers = [

@@ -71,6 +71,18 @@ def test_small_chunks_change_nothing_but_rounding(shape: Shape, opt: Options) ->
     torch.testing.assert_close(parts.lse, whole.lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", gs.list_methods())
+def test_batching_rows_changes_nothing_but_rounding(name: str) -> None:
+    q, k, v = Shape(2, 2, 2, 700, 700, 16, 3).tensors(torch.float64)
+    plan = gs.get_method(name, density=0.3).plan(q, k, v)
+    together = gs.attend(q, k, v, plan, kernel="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_BATCH_BYTES", 0)
+        alone = gs.attend(q, k, v, plan, kernel="cpu")
+    torch.testing.assert_close(together.out, alone.out, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(together.lse, alone.lse)
+
+
 @pytest.mark.parametrize("kernel", gs.list_kernels())
 @given(shapes(max_tokens=100), options())
 def test_what_is_not_read_changes_nothing(kernel: str, shape: Shape, opt: Options) -> None:
