@@ -35,6 +35,11 @@ def uniform(*keys: int | Tensor, device: torch.device) -> Tensor:
     """
     state = torch.zeros((), dtype=torch.int64, device=device)
     for key in keys:
-        word = torch.as_tensor(key, dtype=torch.int64, device=device)
+        # Filling in place, unlike copying a Python number, does not wait for an accelerator.
+        word = (
+            key
+            if isinstance(key, Tensor)
+            else torch.full((), key, dtype=torch.int64, device=device)
+        )
         state = _mix((state ^ _mix(word + _GAMMA)) + _GAMMA)
     return _shift_right(state, 11).double() * 2.0**-53

@@ -44,19 +44,20 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, kernel: str
         return by_name[kernel]
     for candidate in _KERNELS:
         if not candidate.supports(q, k, v, plan):
-            _warn_if_slow(candidate, q)
+            wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+            if candidate.name == "reference" and not wants_gradients:
+                _warn_slow(q.device)
             return candidate
     raise UnsupportedError(
         [f"{n}: {'; '.join(r)}" for n, r in explain_kernels(q, k, v, plan).items()]
     )
 
 
-def _warn_if_slow(kernel: Kernel, q: Tensor) -> None:
-    """Say once when "auto" ends at the float64 reference for want of a fast kernel."""
-    if kernel.name == "reference" and q.device.type != "cpu" and not torch.is_grad_enabled():
-        warnings.warn(
-            f"no fast kernel runs on {q.device.type} in this version: attention uses the float64 "
-            "reference, which is right and slow",
-            UserWarning,
-            stacklevel=2,
-        )
+def _warn_slow(device: torch.device) -> None:
+    """Say once that "auto" ended at the float64 reference for want of a fast kernel."""
+    warnings.warn(
+        f"no fast kernel runs on {device.type} in this version: attention uses the float64 "
+        "reference, which is right and slow",
+        UserWarning,
+        stacklevel=2,
+    )
