@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -87,11 +88,10 @@ def kmeans(
     frozen = torch.zeros(batch, heads, 1, 1, dtype=torch.bool, device=device)
     labels = torch.empty(x.shape[:3], dtype=torch.int64, device=device)
     sizes = torch.zeros(batch, heads, num_clusters, dtype=torch.int64, device=device)
+    counted = torch.ones_like(labels) if valid is None else valid[:, None].expand_as(labels).long()
+    chunks = _chunks(x, num_clusters, valid)
     for _ in range(iterations):
-        sums = _assign(x, centroids, valid=valid, in_use=in_use, labels=labels)
-        counted = torch.ones_like(labels)
-        if valid is not None:
-            counted = valid[:, None].expand_as(labels).long()
+        sums = _assign(chunks, centroids, in_use=in_use, labels=labels)
         sizes = torch.zeros_like(sizes).scatter_add_(2, labels, counted)
         means = sums.view(batch, heads, num_clusters, dim) / sizes[..., None].clamp(min=1)
         means = torch.where((sizes[..., None] == 0) | frozen, centroids, means)
@@ -126,26 +126,53 @@ def _initial(
     return chosen.masked_fill(tokens[..., None] == 0, 0.0)
 
 
+def _chunks(x: Tensor, num_clusters: int, valid: Tensor | None) -> Iterable[tuple[int, Tensor]]:
+    """Return tokens in pieces of bounded size: where each begins, and [B * H, n, D] float32.
+
+    Tokens that fit one piece are converted once for all iterations, others anew in each.
+    """
+    batch, heads, length, dim = x.shape
+    chunk = max(1, _CHUNK_BYTES // (4 * batch * heads * max(num_clusters, dim)))
+
+    def piece(begin: int) -> Tensor:
+        part = x[:, :, begin : begin + chunk].float()
+        if valid is not None:  # padding may hold NaN, which no zero weight takes away
+            part = part.masked_fill(~valid[:, None, begin : begin + chunk, None], 0.0)
+        return part.flatten(0, 1)
+
+    if chunk >= length:
+        return [(0, piece(0))]
+    return _Again(lambda: ((begin, piece(begin)) for begin in range(0, length, chunk)))
+
+
+@dataclass(frozen=True)
+class _Again:
+    """An iterable that starts anew each time."""
+
+    start: Callable[[], Iterator[tuple[int, Tensor]]]
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        return self.start()
+
+
 def _assign(
-    x: Tensor, centroids: Tensor, *, valid: Tensor | None, in_use: Tensor | None, labels: Tensor
+    chunks: Iterable[tuple[int, Tensor]],
+    centroids: Tensor,
+    *,
+    in_use: Tensor | None,
+    labels: Tensor,
 ) -> Tensor:
     """Write each token's nearest centroid into `labels`; return sums [B * H * C, D] by cluster."""
-    batch, heads, length, dim = x.shape
-    num_clusters = centroids.shape[2]
+    batch, heads, num_clusters, dim = centroids.shape
     # argmin |x - c|^2 = argmax x.c - |c|^2 / 2, one matrix product.
     bias = centroids.square().sum(-1)[..., None, :] * -0.5  # [B, H, 1, C]
     if in_use is not None:
         bias = bias.masked_fill(~in_use[:, None, None], -torch.inf)
     bias, by_dim = bias.flatten(0, 1), centroids.flatten(0, 1).mT
-    sums = x.new_zeros(batch * heads * num_clusters, dim, dtype=torch.float32)
-    chunk = max(1, _CHUNK_BYTES // (4 * batch * heads * max(num_clusters, dim)))
-    for begin in range(0, length, chunk):
-        part = x[:, :, begin : begin + chunk].float()
-        if valid is not None:  # padding may hold NaN, which no zero weight takes away
-            part = part.masked_fill(~valid[:, None, begin : begin + chunk, None], 0.0)
-        part = part.flatten(0, 1)  # [B * H, n, D]
-        nearest = torch.baddbmm(bias, part, by_dim).max(-1).indices
-        labels[:, :, begin : begin + chunk] = nearest.view(batch, heads, -1)
+    sums = centroids.new_zeros(batch * heads * num_clusters, dim)
+    for begin, part in chunks:
+        nearest = torch.baddbmm(bias, part, by_dim).max(-1).indices  # [B * H, n]
+        labels[:, :, begin : begin + part.shape[1]] = nearest.view(batch, heads, -1)
         sums += _sum_by_label(part, nearest, num_clusters)
     return sums
 
