@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,16 +11,10 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.counter import uniform
 from gossamer.errors import PlanError
-from gossamer.group import ClusterSettings, Pairs, cluster_pairs, pack_tiles
-from gossamer.methods.base import (
-    Method,
-    State,
-    check_count,
-    check_share,
-    logit_scale,
-    register,
-)
-from gossamer.plan import KeyTokens, SparsePlan
+from gossamer.group import Pairs
+from gossamer.methods.base import check_share, register
+from gossamer.methods.clustered import ClusteredMethod
+from gossamer.plan import KeyTokens
 from gossamer.select import (
     inclusion_by_importance,
     inclusion_uniform,
@@ -38,7 +32,7 @@ _SHARES = (0.08, 0.08)  # exact and sampled, the paper's main setting (8+8%)
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class InstaGen(Method):
+class InstaGen(ClusteredMethod):
     """Read the best key clusters exactly and an unbiased sample of all other keys.
 
     Queries and keys are clustered as in SVG2. For query cluster g the exact set E takes whole
@@ -69,63 +63,23 @@ class InstaGen(Method):
 
     name: ClassVar[str] = "instagen"
     paper: ClassVar[str] = "InstaGen: Group-Shared Importance Sampling for Fast Video Generation"
-    causal_reason: ClassVar[str] = (
-        "a semantic cluster mixes positions, so its early queries might see none of its keys"
-    )
 
-    density: float | None = None
     exact: float | None = None
     sampled: float | None = None
     sampler: str = "importance"
-    query_clusters: int | None = None
-    key_clusters: int | None = None
-    iterations: int = 10
-    warm_iterations: int = 2
-    tile: int = 128
 
     def __post_init__(self) -> None:
         """Resolve the shares and refuse values out of range."""
+        super().__post_init__()
         if self.sampler not in _SAMPLERS:
             raise PlanError(f"instagen: sampler={self.sampler!r} must be one of {_SAMPLERS}")
-        for name in ("density", "exact", "sampled"):
+        for name in ("exact", "sampled"):
             value = getattr(self, name)
             if value is not None:
-                check_share(self.name, name, value, zero=name != "density")
+                check_share(self.name, name, value, zero=True)
         exact, sampled = _shares(self.density, self.exact, self.sampled)
         object.__setattr__(self, "exact", exact)
         object.__setattr__(self, "sampled", sampled)
-        for name in ("query_clusters", "key_clusters", "iterations", "warm_iterations", "tile"):
-            check_count(self.name, name, getattr(self, name))
-
-    @classmethod
-    def at_density(cls, density: float, **params: Any) -> Self:
-        """Return the method at a density: half of it exact and half sampled unless one is given."""
-        return cls(density=density, **params)
-
-    def _plan_latent(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State | None
-    ) -> SparsePlan:
-        """Cluster, split into exact set and residual, sample."""
-        del v
-        settings = ClusterSettings(
-            query_clusters=self.query_clusters,
-            key_clusters=self.key_clusters,
-            iterations=self.iterations,
-            warm_iterations=self.warm_iterations,
-        )
-        pairs = cluster_pairs(q, k, call, logit_scale(q, call), settings, state)
-        num_groups = pairs.queries.sizes.shape[2]
-        query_index, tile_row = pack_tiles(pairs.queries.labels, num_groups, self.tile)
-        return SparsePlan(
-            num_queries=q.shape[2],
-            num_keys=k.shape[2],
-            tile=self.tile,
-            keys=self._keys(pairs, k.shape[2], call),
-            query_index=query_index,
-            tile_row=tile_row,
-            key_valid=call.key_valid,
-            scale=call.scale,
-        )
 
     def _keys(self, pairs: Pairs, num_keys: int, call: Call) -> KeyTokens:
         """Choose the keys of each query cluster."""
