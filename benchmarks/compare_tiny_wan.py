@@ -2,8 +2,8 @@
 
     python benchmarks/compare_tiny_wan.py
 
-Eight held-out prompts, no dense warm-up, 15% and 30% density. Prompts are dealt to worker processes,
-each on cores of its own; a run that was stopped goes on where it was.
+Eight held-out prompts, no dense warm-up, 15% and 30% density. Prompts are dealt to worker
+processes, each on cores of its own; a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ def run_workers(arguments: argparse.Namespace) -> None:
         subprocess.Popen(
             [sys.executable, *sys.argv, "--shard", str(shard)],
             env=environment,
-            preexec_fn=lambda shard=shard: pin(shard, arguments.threads),
         )
         for shard in range(arguments.workers)
     ]
@@ -72,6 +71,8 @@ def pin(shard: int, threads: int) -> None:
 
 def run_shard(arguments: argparse.Namespace) -> None:
     """Make every missing run of one shard."""
+    pin(arguments.shard, arguments.threads)  # before torch counts the cores
+
     import torch
 
     from gossamer.evaluation.compare import compare

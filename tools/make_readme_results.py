@@ -3,8 +3,9 @@
     python tools/make_readme_results.py
     python tools/make_readme_results.py --check
 
-The table stands between the two markers of README.md, the plot in docs/images/compare-tiny-wan.svg.
-Both come from benchmarks/results/compare-tiny-wan.json and nothing else.
+The claim and the table stand between their markers in README.md, the plot in
+docs/images/compare-tiny-wan.svg. All come from benchmarks/results/compare-tiny-wan.json and
+nothing else.
 """
 
 from __future__ import annotations
@@ -14,15 +15,13 @@ import sys
 from pathlib import Path
 
 from gossamer.evaluation.files import write_text
-from gossamer.report import ReportError, markdown_table
+from gossamer.report import ReportError, claim, markdown_table
 from gossamer.report.document import read_results
 from gossamer.report.tables import quality_plot
 
 RESULTS = Path("benchmarks/results/compare-tiny-wan.json")
 README = Path("README.md")
 PLOT = Path("docs/images/compare-tiny-wan.svg")
-BEGIN = "<!-- results:begin -->"
-END = "<!-- results:end -->"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,25 +56,24 @@ def main(arguments: list[str] | None = None) -> int:
 def _wanted(root: Path) -> dict[Path, str]:
     """Return what each generated file should hold."""
     results = read_results(root / RESULTS, with_files=False)
-    block = (
-        f"{BEGIN}\n\n![PSNR to dense against density]({PLOT})\n\n{markdown_table(results)}\n{END}"
-    )
+    plot = f"![PSNR to dense against density]({PLOT})"
+    readme = (root / README).read_text(encoding="utf-8")
+    readme = _replaced(readme, "claim", claim(results))
+    readme = _replaced(readme, "results", f"{plot}\n\n{markdown_table(results)}")
     return {
-        root / README: _replaced((root / README).read_text(encoding="utf-8"), block),
+        root / README: readme,
         root / PLOT: quality_plot(results),
     }
 
 
-def _replaced(readme: str, block: str) -> str:
-    """Put a block in the place of the old one, markers included."""
-    if (
-        readme.count(BEGIN) != 1
-        or readme.count(END) != 1
-        or readme.index(END) < readme.index(BEGIN)
-    ):
-        raise ValueError(f"{README}: expected one {BEGIN} and, after it, one {END}")
-    before, rest = readme.split(BEGIN)
-    return before + block + rest.split(END)[1]
+def _replaced(readme: str, name: str, text: str) -> str:
+    """Put text in the place of the old one, between the markers of this name."""
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    once = readme.count(begin) == 1 and readme.count(end) == 1
+    if not once or readme.index(end) < readme.index(begin):
+        raise ValueError(f"{README}: expected one {begin} and, after it, one {end}")
+    before, rest = readme.split(begin)
+    return f"{before}{begin}\n\n{text}\n{end}{rest.split(end)[1]}"
 
 
 def _read(path: Path) -> str | None:

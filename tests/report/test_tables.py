@@ -15,7 +15,10 @@ from gossamer.report.tables import quality_plot
 from report.synthetic import METHODS
 
 SCRIPT = Path(__file__).parents[2] / "tools" / "make_readme_results.py"
-README = "# Title\n\n<!-- results:begin -->\nold\n<!-- results:end -->\n\nRest\n"
+README = (
+    "# Title\n\n<!-- claim:begin -->\n<!-- claim:end -->\n\n"
+    "<!-- results:begin -->\nold\n<!-- results:end -->\n\nRest\n"
+)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -103,8 +106,9 @@ def test_the_script_writes_the_readme_and_then_finds_it_fresh(script, checkout, 
     assert script.main(check) == 0
     readme = (checkout / "README.md").read_text(encoding="utf-8")
     assert readme.startswith(
-        "# Title\n\n<!-- results:begin -->\n\n![PSNR to dense against density]("
+        "# Title\n\n<!-- claim:begin -->\n\nInstagen at density 0.15: attention"
     )
+    assert "<!-- results:begin -->\n\n![PSNR to dense against density](" in readme
     assert readme.endswith("<!-- results:end -->\n\nRest\n")
     assert "| instagen | 0.15 |" in readme
     assert (checkout / "docs/images/compare-tiny-wan.svg").is_file()
@@ -120,7 +124,7 @@ def test_a_stale_plot_is_found(script, checkout):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("README.md", "# No markers\n", "README.md: expected one <!-- results:begin -->"),
+        ("README.md", "# No markers\n", "README.md: expected one <!-- claim:begin -->"),
         ("benchmarks/results/compare-tiny-wan.json", "{", "compare-tiny-wan.json: not JSON"),
     ],
 )

@@ -2,6 +2,6 @@
 
 from gossamer.report.fields import ReportError
 from gossamer.report.page import write_report
-from gossamer.report.tables import markdown_table, quality_plot_svg
+from gossamer.report.tables import claim, markdown_table, quality_plot_svg
 
-__all__ = ["ReportError", "markdown_table", "quality_plot_svg", "write_report"]
+__all__ = ["ReportError", "claim", "markdown_table", "quality_plot_svg", "write_report"]

@@ -9,6 +9,7 @@ from gossamer.report import formatting
 from gossamer.report.document import Results
 from gossamer.report.summary import Row, Spread, Summary
 
+_FEATURED = ("instagen", "instagen-importance")  # the name alone means this sampler
 _CONDITIONS = ("model", "device", "cpu", "threads", "gossamer", "torch", "diffusers")
 
 
@@ -57,8 +58,8 @@ def featured(summary: Summary) -> Row | None:
     The choice looks at no result, so it cannot flatter; the remarks name whoever did better.
     """
     sparse = summary.sparse
-    instagen = [row for row in sparse if row.variant.method.startswith("instagen")]
-    return next(iter([*instagen, *sparse]), None)
+    featured = [row for row in sparse if row.variant.method in _FEATURED]
+    return next(iter([*featured, *sparse]), None)
 
 
 def _claim(row: Row) -> str:

@@ -34,6 +34,17 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 190, 20, 56
 _MARKER = 5.5
 
 
+def claim(results: Results) -> str:
+    """Return what was measured, in one sentence with its conditions; the report opens with it."""
+    opening = headline(results, summarise(results))
+    facts = dict(opening.conditions)
+    names = ("model", "video", "steps", "threads", "cpu")
+    where = ", ".join(f"{name} {_plain(facts[name])}" for name in names if name in facts)
+    text = f"{opening.claim[0].upper()}{opening.claim[1:]}".rstrip(".")
+    basis = f"{opening.basis[0].lower()}{opening.basis[1:]}"
+    return f"{text} ({basis}; {where})."
+
+
 def markdown_table(results: Results) -> str:
     """Write the comparison as a Markdown table, means over prompts and seeds.
 
