@@ -1,5 +1,7 @@
 """Law 1: a kernel equals the reference on the same plan; the reference equals the textbook."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -69,6 +71,18 @@ def test_small_chunks_change_nothing_but_rounding(shape: Shape, opt: Options) ->
         parts = gs.attend(q, k, v, plan, kernel="cpu")
     torch.testing.assert_close(parts.out, whole.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(parts.lse, whole.lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", gs.list_kernels())
+@given(shapes(max_tokens=150), options())
+def test_law_4_the_launch_order_changes_no_bit(kernel: str, shape: Shape, opt: Options) -> None:
+    q, k, v = shape.tensors()
+    plan = random_plan(shape, opt)
+    order = torch.rand(plan.batch, plan.heads, plan.num_tiles, generator=shape.generator())
+    ordered = replace(plan, launch_order=order.argsort(-1).int())
+    want, got = (gs.attend(q, k, v, p, kernel=kernel) for p in (plan, ordered))
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
 
 
 @pytest.mark.parametrize("name", gs.list_methods())
