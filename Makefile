@@ -32,6 +32,7 @@ lint: $(STAMP)/dev
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
+	$(BIN)/python tools/make_readme_results.py --check
 
 docs: $(STAMP)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
