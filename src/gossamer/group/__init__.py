@@ -1,5 +1,6 @@
 """How tokens are grouped: k-means clusters, block means, tiles of one group."""
 
+from gossamer.group.cubes import cubes
 from gossamer.group.kmeans import Clusters, Draw, kmeans
 from gossamer.group.pairs import ClusterSettings, Pairs, cluster_pairs
 from gossamer.group.pool import block_means
@@ -13,6 +14,7 @@ __all__ = [
     "Sorted",
     "block_means",
     "cluster_pairs",
+    "cubes",
     "kmeans",
     "pack_tiles",
     "sort_by_group",

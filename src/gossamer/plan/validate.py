@@ -112,10 +112,12 @@ def _check_launch_order(plan: SparsePlan) -> None:
 
 
 def _check_coverage(plan: SparsePlan) -> None:
-    """Every query that can see a key reads one."""
+    """Every query that can see a key, and is not padding itself, reads one."""
     read = count_keys(plan)  # [B, H, N]
     visible = expand(count_visible(plan)[:, None], *read.shape[:2])
     starved = (visible > 0) & (read == 0)
+    if plan.key_valid is not None and plan.num_queries == plan.num_keys:
+        starved = starved & plan.key_valid[:, None]
     if bool(starved.any()):
         batch, head, query = (int(i) for i in starved.nonzero()[0])
         raise PlanError(

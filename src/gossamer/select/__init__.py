@@ -1,5 +1,6 @@
 """How keys are chosen from scores, and how the chosen ones become lists."""
 
+from gossamer.select.layout import BlockLayout, block_layout, spread_budget
 from gossamer.select.lists import list_draws, list_keys
 from gossamer.select.mass import top_mass
 from gossamer.select.sample import (
@@ -11,11 +12,14 @@ from gossamer.select.sample import (
 from gossamer.select.topk import take_clusters, top_blocks
 
 __all__ = [
+    "BlockLayout",
     "Draws",
+    "block_layout",
     "inclusion_by_importance",
     "inclusion_uniform",
     "list_draws",
     "list_keys",
+    "spread_budget",
     "systematic",
     "take_clusters",
     "top_blocks",
