@@ -12,6 +12,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch.nn import functional
 
 import gossamer as gs
+from gossamer.integrations.diffusers.backend import MEMBER
 from integrations.wan_models import (
     collecting,
     full,
@@ -164,6 +165,11 @@ def test_an_attached_model_is_not_copied() -> None:
     twin = copy.deepcopy(model)
     with gs.apply(model, sparse()):
         assert torch.equal(run(twin, inputs()), dense)
+
+
+def test_the_name_of_the_backend_can_be_copied() -> None:
+    """Whatever this Python's enum does with a member that is not listed."""
+    assert copy.deepcopy(MEMBER) is MEMBER
 
 
 def test_one_model_in_two_roles_is_attached_to_once() -> None:

@@ -186,6 +186,8 @@ def _make_member() -> AttentionBackendName:
     """
     member = str.__new__(AttentionBackendName, "gossamer")
     member._name_, member._value_ = "GOSSAMER", "gossamer"
+    # Before Python 3.11.4 copying an enum member looks its name up in the enum, which lacks it.
+    vars(member)["__deepcopy__"] = lambda _memo: member
     return member
 
 
