@@ -20,6 +20,7 @@ from gossamer.methods import SVG2, BlockTopK, Dense, InstaGen, Method, get_metho
 from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan
 from gossamer.recipe import Recipe, list_recipes
 from gossamer.records import Record
+from gossamer.reuse import Reuse
 from gossamer.session import Session
 
 __version__ = "0.1.0"
@@ -42,6 +43,7 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "Record",
+    "Reuse",
     "Session",
     "SparsePlan",
     "UnsupportedError",

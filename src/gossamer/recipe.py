@@ -15,11 +15,13 @@ from typing import Any
 from gossamer.errors import PlanError, RecipeError
 from gossamer.kernels import list_kernels
 from gossamer.methods import Method, get_method
+from gossamer.reuse import Reuse
 from gossamer.schedule import Schedule, check_schedule
 
 # Below this many tokens planning costs more than it saves (CPU, 2 cores: dense attention of 1,024
 # tokens takes 1.2 ms a head, a cold plan alone 2 ms).
 MIN_TOKENS = 1024
+_TABLES = ("method", "reuse", "order")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class Recipe:
             pair (first, last), or indices such as "0-3,38". Fractions round up.
         dense_layers: Layers that stay dense, in the same forms.
         min_tokens: Calls with fewer queries go dense, and the record says so.
+        reuse: Whether plans are kept over steps and corrected by a residual; None: plan each step.
+        order: In which order tiles are launched, such as `WaveAlign()`; None: as planned.
         kernel: One of `list_kernels()`, or "auto".
 
     Raises:
@@ -42,6 +46,8 @@ class Recipe:
     dense_steps: Schedule = 0
     dense_layers: Schedule = 0
     min_tokens: int = MIN_TOKENS
+    reuse: Reuse | None = None
+    order: Any = None
     kernel: str = "auto"
 
     def __post_init__(self) -> None:
@@ -55,6 +61,8 @@ class Recipe:
         tokens = self.min_tokens
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
             raise RecipeError(f"min_tokens={tokens!r}: must be an integer >= 0")
+        if self.reuse is not None and not isinstance(self.reuse, Reuse):
+            raise RecipeError(f"reuse={self.reuse!r}: must be gossamer.Reuse(...) or None")
         if self.kernel != "auto" and self.kernel not in list_kernels():
             known = ", ".join(["auto", *list_kernels()])
             raise RecipeError(f"unknown kernel {self.kernel!r}: known are {known}")
@@ -64,11 +72,13 @@ class Recipe:
         lines = [
             f"{field.name} = {_toml(value)}"
             for field in fields(self)
-            if field.name != "method" and (value := getattr(self, field.name)) != field.default
+            if field.name not in _TABLES and (value := getattr(self, field.name)) != field.default
         ]
-        params = {key: value for key, value in self.method.params().items() if value is not None}
-        lines += ["", "[method]", f"name = {_toml(self.method.name)}"]
-        lines += [f"{key} = {_toml(value)}" for key, value in params.items()]
+        lines += _table("method", {"name": self.method.name, **self.method.params()})
+        if self.reuse is not None:
+            lines += _table("reuse", self.reuse.params())
+        if self.order is not None:
+            lines += _table("order", {"name": self.order.name, **self.order.params()})
         return "\n".join(lines).lstrip("\n") + "\n"
 
     @classmethod
@@ -91,18 +101,20 @@ class Recipe:
             RecipeError: An unknown key, or a value that is not allowed.
         """
         table = dict(table)
-        allowed = [field.name for field in fields(cls)]
-        for key in table:
-            if key not in allowed:
-                near = difflib.get_close_matches(key, allowed, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise RecipeError(f"unknown key {key!r}: {hint}known are {', '.join(allowed)}")
-        method = table.pop("method", None)
-        if isinstance(method, str):
-            method = {"name": method}
-        if not isinstance(method, dict) or not isinstance(method.get("name"), str):
-            raise RecipeError('a recipe needs a [method] table with a name, e.g. name = "instagen"')
+        _check_keys("", table, [field.name for field in fields(cls)])
+        method = _named("method", table.pop("method", None), "instagen")
+        order = table.pop("order", None)
+        reuse = table.pop("reuse", None)
         try:
+            if order is not None:
+                from gossamer.order import get_order
+
+                table["order"] = get_order(**_named("order", order, "wavealign"))
+            if isinstance(reuse, dict):
+                _check_keys("reuse: ", reuse, [field.name for field in fields(Reuse)])
+                table["reuse"] = Reuse(**reuse)
+            elif reuse is not None:
+                raise RecipeError(f"reuse={reuse!r}: must be a [reuse] table, e.g. every = 4")
             return cls(method=get_method(**method), **table)
         except (PlanError, TypeError) as error:
             raise RecipeError(str(error)) from error
@@ -145,6 +157,39 @@ def list_recipes() -> list[str]:
     return sorted(
         entry.name.removesuffix(".toml") for entry in found if entry.name.endswith(".toml")
     )
+
+
+def _check_keys(where: str, table: Mapping[str, Any], allowed: list[str]) -> None:
+    """Refuse a key that is not allowed.
+
+    Raises:
+        RecipeError: Naming the key and the nearest one.
+    """
+    for key in table:
+        if key not in allowed:
+            near = difflib.get_close_matches(key, allowed, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise RecipeError(f"{where}unknown key {key!r}: {hint}known are {', '.join(allowed)}")
+
+
+def _named(key: str, value: object, example: str) -> dict[str, Any]:
+    """Return a table with a name, given as one or by the name alone.
+
+    Raises:
+        RecipeError: It is neither.
+    """
+    if isinstance(value, str):
+        return {"name": value}
+    if isinstance(value, dict) and isinstance(value.get("name"), str):
+        return value
+    given = "" if value is None else f"{key}={value!r}: "
+    raise RecipeError(f'{given}a recipe needs a [{key}] table with a name, e.g. "{example}"')
+
+
+def _table(name: str, params: Mapping[str, Any]) -> list[str]:
+    """Return a TOML table, without what is None."""
+    given = {key: value for key, value in params.items() if value is not None}
+    return ["", f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in given.items())]
 
 
 def _toml(value: object) -> str:

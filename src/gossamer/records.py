@@ -124,9 +124,9 @@ def summarize(records: Iterable[Record]) -> dict[str, Any]:
     """Add up records.
 
     Returns:
-        calls, dense_calls, sparse_calls; density, the mean over all calls weighted by their pairs
-        (dense steps and layers included; 1.0 for no call); attention_ms, plan_ms (part of it) and
-        plan_share; kernels and reasons with their numbers of calls.
+        calls, dense_calls, sparse_calls, reuse_calls; density, the mean over all calls weighted by
+        their pairs (dense steps and layers included; 1.0 for no call); attention_ms, plan_ms (part
+        of it) and plan_share; kernels and reasons with their numbers of calls.
     """
     records = list(records)
     pairs = [r.batch * r.num_heads * r.num_queries * r.num_keys for r in records]
@@ -138,6 +138,7 @@ def summarize(records: Iterable[Record]) -> dict[str, Any]:
         "calls": len(records),
         "dense_calls": paths["dense"],
         "sparse_calls": paths["sparse"],
+        "reuse_calls": paths["reuse"],
         "density": computed / sum(pairs) if sum(pairs) else 1.0,
         "attention_ms": attention_ms,
         "plan_ms": plan_ms,

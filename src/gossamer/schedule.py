@@ -51,6 +51,22 @@ def is_dense(name: str, schedule: Schedule, index: int, total: int | None) -> bo
     return total is not None and index >= total - _count(last, total)
 
 
+def check_indices(name: str, text: str) -> None:
+    """Refuse what is not a list of indices and ranges such as "0-3,38".
+
+    Raises:
+        RecipeError: Naming the part that is neither.
+    """
+    if not isinstance(text, str):
+        raise RecipeError(f"{name}={text!r}: must be indices and ranges such as '0-3,38'")
+    _parse(name, text)
+
+
+def indices(name: str, text: str) -> set[int]:
+    """Return the indices that a text such as "0-3,38" names."""
+    return _parse(name, text)
+
+
 def _check_amount(name: str, amount: object) -> Amount:
     """Return a valid count or fraction."""
     if isinstance(amount, bool) or not isinstance(amount, (int, float)):

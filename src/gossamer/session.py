@@ -15,6 +15,7 @@ from gossamer.methods import Dense, check_tensors
 from gossamer.plan import SparsePlan
 from gossamer.recipe import Recipe
 from gossamer.records import Record, Stopwatch, summarize
+from gossamer.reuse import Anchor, AnchorStore
 from gossamer.schedule import is_dense
 
 
@@ -60,8 +61,8 @@ class DenseBackend:
 class Session:
     """Runs a recipe over the calls of a generation.
 
-    State (centroids of the previous step, static plans) is kept per (layer, branch), so guidance
-    passes never mix, and dropped at the end of a generation.
+    State (centroids of the previous step, anchors of `Reuse`, static plans) is kept per (layer,
+    branch), so guidance passes never mix, and dropped at the end of a generation.
 
     Attributes:
         recipe: The recipe.
@@ -78,6 +79,7 @@ class Session:
         self._observer = observer
         self._states: dict[tuple[int, str], dict[str, Any]] = {}
         self._static: dict[Hashable, SparsePlan] = {}
+        self._anchors = AnchorStore(recipe.reuse) if recipe.reuse is not None else None
         self._records: list[Record] = []
         self._ended = False
 
@@ -87,8 +89,21 @@ class Session:
         return list(self._records)
 
     def summary(self) -> dict[str, Any]:
-        """Return the totals of `records` (see `gossamer.records.summarize`)."""
-        return summarize(self._records)
+        """Return the totals of `records` (see `gossamer.records.summarize`).
+
+        With `Reuse` also `reuse_peak_bytes`, the most that plans and residuals took, and, where
+        they are offloaded, `reuse_copy_ms` and `reuse_compute_to_copy`: copies hide behind the
+        computation where the ratio is above 1.
+        """
+        totals = summarize(self._records)
+        if self._anchors is not None:
+            totals["reuse_peak_bytes"] = self._anchors.peak_bytes
+            copy_ms = self._anchors.copy_ms
+            if copy_ms:
+                reused = sum(r.attention_ms for r in self._records if r.path == "reuse")
+                totals["reuse_copy_ms"] = copy_ms
+                totals["reuse_compute_to_copy"] = reused / copy_ms
+        return totals
 
     def reset(self) -> None:
         """Forget all state and all records."""
@@ -98,13 +113,15 @@ class Session:
 
     def end_generation(self) -> None:
         """Drop all state; the records stay readable until the next generation's first call."""
-        self._states = {}
+        self.drop_state()
         self._static = {}
         self._ended = True
 
     def drop_state(self) -> None:
         """Forget what was kept for later steps; the generation and its records go on."""
         self._states = {}
+        if self._anchors is not None:
+            self._anchors.clear()
 
     def attention(
         self,
@@ -137,19 +154,78 @@ class Session:
         call.check(q.shape[0], q.shape[2], k.shape[2])
         self._begin()
         reason = self._dense_reason(q, call)
-        if reason is not None:
+        if reason is not None and not self._is_early_anchor(reason, call):
             return self.dense(q, k, v, call, reason=reason, by=dense_by)
+        anchor = None
+        if self._anchors is not None:
+            anchor = self._anchors.get((call.layer, call.branch), call, q, k)
+        if anchor is not None:
+            return self._reuse(q, k, v, call, anchor)
+        return self._sparse(q, k, v, call, by=dense_by, at=reason)
+
+    def _sparse(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        *,
+        by: DenseBackend | None,
+        at: str | None,
+    ) -> Tensor:
+        """Plan and attend; at an anchor step keep the plan, attend fully and keep the residual."""
         watch = Stopwatch(q.device)
-        plan, cached = self._plan(q, k, v, call)
+        plan, notes = self._plan(q, k, v, call)
         kernel = choose_kernel(q, k, v, plan, self.recipe.kernel)
         watch.mark()
         out = attend(q, k, v, plan, scale=call.scale, kernel=kernel.name).out
+        path, anchors = "sparse", self._anchors
+        if anchors is not None:
+            place, residual = (call.layer, call.branch), None
+            if not anchors.has_room(place, plan, q):
+                anchors.drop(place)
+                notes.append(f"no reuse: max_bytes={anchors.reuse.max_bytes} is used up")
+            else:
+                notes.append("anchor" if at is None else f"{at}, anchor")
+                if anchors.reuse.residual:
+                    full = _run_dense(q, k, v, call, by)
+                    residual, out, path = full.float() - out.float(), full, "dense"
+                shape = (*q.shape, k.shape[2])
+                anchor = Anchor(step=call.step, shape=shape, plan=plan, residual=residual)
+                anchors.put(place, anchor)
         watch.mark()
-        record = _record(
-            q, k, call, "sparse", kernel.name, "static plan" if cached else "", watch, plan
-        )
+        reason = "; ".join(notes)
+        record = _record(q, k, call, path, kernel.name, reason, watch, plan)
         self._finish(AttentionEvent(q=q, k=k, v=v, out=out, call=call, plan=plan, record=record))
         return out
+
+    def _reuse(self, q: Tensor, k: Tensor, v: Tensor, call: Call, anchor: Anchor) -> Tensor:
+        """Attend with the anchor's plan and add its residual."""
+        watch = Stopwatch(q.device)
+        plan = anchor.plan.refresh(k, v)
+        kernel = choose_kernel(q, k, v, plan, self.recipe.kernel)
+        watch.mark()
+        out = attend(q, k, v, plan, scale=call.scale, kernel=kernel.name).out
+        if anchor.residual is not None:
+            out = (out.float() + anchor.residual).to(q.dtype)
+        watch.mark()
+        reason = f"anchor of step {anchor.step}"
+        record = _record(q, k, call, "reuse", kernel.name, reason, watch, plan)
+        self._finish(AttentionEvent(q=q, k=k, v=v, out=out, call=call, plan=plan, record=record))
+        return out
+
+    def _is_early_anchor(self, reason: str, call: Call) -> bool:
+        """Return whether a dense step is the last one before a sparse one, and can be its anchor.
+
+        It runs fully anyway, so that the first sparse step need not.
+        """
+        if reason != "dense step" or self._anchors is None or not self._anchors.reuse.residual:
+            return False
+        following = call.step + 1
+        if call.num_steps is not None and following >= call.num_steps:
+            return False
+        steps = self.recipe.dense_steps
+        return not is_dense("dense_steps", steps, following, call.num_steps)
 
     def dense(
         self,
@@ -164,12 +240,7 @@ class Session:
         """Run one call densely and record why; arguments as `attention`, `by` as its `dense_by`."""
         self._begin()
         watch = Stopwatch(q.device)
-        if by is None:
-            out = dense_attention(
-                q, k, v, scale=call.scale, causal=call.causal, key_valid=call.key_valid
-            )
-        else:
-            out = by.run()
+        out = _run_dense(q, k, v, call, by)
         watch.mark()
         kernel = DENSE_KERNEL if by is None else by.name
         record = _record(q, k, call, "dense", kernel, reason, watch, None)
@@ -180,39 +251,57 @@ class Session:
         """Clear the last generation's records at the first call of the next one."""
         if self._ended:
             self._records, self._ended = [], False
+            if self.recipe.reuse is not None:
+                self._anchors = AnchorStore(self.recipe.reuse)
 
     def _dense_reason(self, q: Tensor, call: Call) -> str | None:
         """Return why this call goes dense, None if it does not."""
         recipe = self.recipe
         if isinstance(recipe.method, Dense):
             return "dense method"
-        if is_dense("dense_steps", recipe.dense_steps, call.step, call.num_steps):
-            return "dense step"
         if is_dense("dense_layers", recipe.dense_layers, call.layer, call.num_layers):
             return "dense layer"
         if q.shape[2] < recipe.min_tokens:
             return f"short: {q.shape[2]} tokens < min_tokens={recipe.min_tokens}"
+        if is_dense("dense_steps", recipe.dense_steps, call.step, call.num_steps):
+            return "dense step"
         return None
 
-    def _plan(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[SparsePlan, bool]:
-        """Return the plan, and whether it is a static one made before."""
+    def _plan(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[SparsePlan, list[str]]:
+        """Return the plan, in its launch order, and what the record should say of it."""
         method = self.recipe.method
         static = method.static_key(call)
         if static is None or call.key_valid is not None:
             state = self._states.setdefault((call.layer, call.branch), {})
-            return method.plan(q, k, v, call, state=state), False
+            return self._ordered(method.plan(q, k, v, call, state=state))
         shape = (q.shape[1], q.shape[2], k.shape[1], k.shape[2], call.grid, call.text)
         key = (static, shape, call.causal, call.scale, q.device, call.head_offset)
-        cached = key in self._static
-        if not cached:
-            self._static[key] = method.plan(q, k, v, call)
-        return self._static[key], cached
+        if key in self._static:
+            return self._static[key], ["static plan"]
+        self._static[key], notes = self._ordered(method.plan(q, k, v, call))
+        return self._static[key], notes
+
+    def _ordered(self, plan: SparsePlan) -> tuple[SparsePlan, list[str]]:
+        """Return the plan in the recipe's launch order, and why it is ordered or not."""
+        order = self.recipe.order
+        if order is None:
+            return plan, []
+        decision = order.decide(plan)
+        plan = order.order(plan, decision)
+        return plan, [f"{order.name}: {decision.reason}"]
 
     def _finish(self, event: AttentionEvent) -> None:
         """Keep the record and show the call to the observer."""
         self._records.append(event.record)
         if self._observer is not None:
             self._observer(event)
+
+
+def _run_dense(q: Tensor, k: Tensor, v: Tensor, call: Call, by: DenseBackend | None) -> Tensor:
+    """Attend fully, by the host library's backend where there is one."""
+    if by is not None:
+        return by.run()
+    return dense_attention(q, k, v, scale=call.scale, causal=call.causal, key_valid=call.key_valid)
 
 
 def _record(
@@ -239,7 +328,7 @@ def _record(
         path=path,
         kernel=kernel,
         reason=reason,
-        density=1.0 if plan is None else plan.density_tensor,
+        density=1.0 if plan is None or path == "dense" else plan.density_tensor,
         watch=watch,
         plan_stretch=None if plan is None else 0,
     )
