@@ -6,39 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
 
 from gossamer import KeyBlocks, KeyTokens, SparsePlan
+from gossamer.testing import Shape
 
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one call."""
-
-    batch: int
-    kv_heads: int
-    group: int
-    num_queries: int
-    num_keys: int
-    dim: int
-    seed: int
-
-    @property
-    def heads(self) -> int:
-        """Query heads."""
-        return self.kv_heads * self.group
-
-    def generator(self) -> torch.Generator:
-        """The call's own random numbers."""
-        return torch.Generator().manual_seed(self.seed)
-
-    def tensors(self, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v."""
-        g = self.generator()
-        q = torch.randn(self.batch, self.heads, self.num_queries, self.dim, generator=g)
-        k = torch.randn(self.batch, self.kv_heads, self.num_keys, self.dim, generator=g)
-        v = torch.randn(self.batch, self.kv_heads, self.num_keys, self.dim, generator=g)
-        return q.to(dtype), k.to(dtype), v.to(dtype)
+__all__ = ["Options", "Shape", "options", "random_plan", "shapes"]
 
 
 @st.composite

@@ -44,6 +44,10 @@ class Method(ABC):
     paper: ClassVar[str] = ""
     causal_reason: ClassVar[str] = ""
     """Why the method has no causal form; empty where it has one."""
+    fixed_density: ClassVar[bool] = False
+    """Whether geometry fixes the density, so that the nearest there is stands for the asked one."""
+    own_text_rule: ClassVar[bool] = False
+    """Whether text queries follow a rule of the method's own instead of reading everything."""
 
     def plan(
         self,

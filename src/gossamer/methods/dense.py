@@ -23,6 +23,7 @@ class Dense(Method):
     """
 
     name: ClassVar[str] = "dense"
+    fixed_density: ClassVar[bool] = True
 
     @classmethod
     def at_density(cls, density: float, **params: Any) -> Self:
