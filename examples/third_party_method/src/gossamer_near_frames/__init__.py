@@ -1,7 +1,7 @@
 """A method of one's own: each frame reads the frames nearest in time.
 
 A method is a frozen dataclass that turns one attention call into a plan. Kernels, attachment to a
-model, text, records and reports come with it.
+model, text, reuse, records and reports come with it.
 """
 
 from collections.abc import Hashable, MutableMapping
@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from diffusers import WanPipeline
 from torch import Tensor
 
 import gossamer as gs
-from gossamer.models import example_prompts, tiny_wan_path
 
 
 @dataclass(frozen=True, kw_only=True)
 class NearFrames(gs.Method):
     """Read the keys of the frames nearest to the query's own frame.
+
+    Without a grid every token is a frame of its own: the nearest tokens of a sequence.
 
     Attributes:
         density: Share of the keys that each query reads; the last frame is cut to meet it.
@@ -26,6 +26,7 @@ class NearFrames(gs.Method):
     """
 
     name: ClassVar[str] = "near-frames"
+    paper: ClassVar[str] = "an example"
     causal_reason: ClassVar[str] = "a frame reads later frames as well as earlier ones"
 
     density: float = 0.2
@@ -53,9 +54,7 @@ class NearFrames(gs.Method):
     ) -> gs.SparsePlan:
         """Plan the latent tokens: one key row per frame, which all tiles of the frame share."""
         del v, state
-        if call.grid is None:
-            raise gs.UnsupportedError("near-frames needs call.grid=(frames, rows, columns)")
-        frames, rows, columns = call.grid
+        frames, rows, columns = call.grid or (q.shape[2], 1, 1)
         area = rows * columns
         device = q.device
 
@@ -92,23 +91,3 @@ class NearFrames(gs.Method):
             key_valid=call.key_valid,
             scale=call.scale,
         )
-
-
-def main() -> None:
-    """Check the plan on random tensors, then run it in a model."""
-    q, k, v = torch.randn(3, 1, 2, 5 * 8 * 10, 32).unbind()
-    call = gs.Call(grid=(5, 8, 10))
-    for density in (0.1, 0.5, 1.0):
-        plan = NearFrames(density=density).plan(q, k, v, call)
-        plan.validate()
-        fast, exact = (gs.attend(q, k, v, plan, kernel=name).out for name in ("cpu", "reference"))
-        print(f"density {plan.density:.3f}, kernel error {(fast - exact).abs().max():.1e}")
-
-    pipe = WanPipeline.from_pretrained(tiny_wan_path())
-    with gs.apply(pipe, NearFrames(density=0.3)) as handle:
-        pipe(example_prompts()[0], height=96, width=128, num_frames=29, num_inference_steps=2)
-    print(handle.summary())
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,49 @@
+"""A method of another package: found through its entry point, and held to the same laws."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "examples/third_party_method"
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Install the package into a folder of its own; return an environment that sees it."""
+    pytest.importorskip("hatchling", reason="the extra `dev` brings it")
+    folder = tmp_path_factory.mktemp("site")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(folder)]
+    subprocess.run([*pip, *offline, str(PACKAGE)], check=True, capture_output=True)
+    return {**os.environ, "PYTHONPATH": str(folder)}
+
+
+def run(environment: dict[str, str], *command: str) -> str:
+    result = subprocess.run(
+        [sys.executable, *command],
+        env=environment,
+        cwd=PACKAGE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def test_it_is_listed_behind_gossamers_own(installed: dict[str, str]) -> None:
+    code = "import gossamer as gs; print(gs.list_methods()[-1], gs.get_method('near-frames'))"
+    assert run(installed, "-c", code).startswith("near-frames NearFrames(density=0.2")
+    listed = json.loads(
+        run(installed, "-c", "from gossamer.cli.app import main; main()", "methods", "--json")
+    )
+    assert "near-frames" in [each["name"] for each in listed]
+
+
+def test_it_passes_the_laws(installed: dict[str, str]) -> None:
+    out = run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    assert "9 passed" in out
