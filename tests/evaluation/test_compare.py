@@ -28,6 +28,7 @@ RUN_KEYS = {
     "psnr_db",
     "ssim",
     "st_lpips",
+    "flicker",
     "attention_ms",
     "plan_ms",
     "total_ms",

@@ -10,10 +10,10 @@ import torch
 
 from gossamer.errors import MissingExtraError
 from gossamer.evaluation import stlpips
-from gossamer.evaluation.metrics import psnr, ssim, st_lpips
+from gossamer.evaluation.metrics import flicker, psnr, ssim, st_lpips
 
-METRICS = [psnr, ssim, st_lpips]
-IDENTICAL = {psnr: math.inf, ssim: 1.0, st_lpips: 0.0}
+METRICS = [psnr, ssim, st_lpips, flicker]
+IDENTICAL = {psnr: math.inf, ssim: 1.0, st_lpips: 0.0, flicker: 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +72,7 @@ def test_more_noise_is_further_away(metric):
     base, generator = video(), torch.Generator().manual_seed(1)
     noise = torch.randn(base.shape, generator=generator)
     scores = [metric(base, (base + size * noise).clamp(0, 1)) for size in (0.01, 0.05, 0.2)]
-    assert scores == sorted(scores, reverse=metric is not st_lpips)
+    assert scores == sorted(scores, reverse=metric in (psnr, ssim))
 
 
 @pytest.mark.parametrize(
@@ -160,3 +160,17 @@ def test_frames_that_are_too_small_are_refused(metric, side):
     with pytest.raises(ValueError, match=f"at least {side}x{side} pixels, got {side - 1}x64"):
         metric(small, small)
     metric(torch.zeros(1, side, side, 3), torch.zeros(1, side, side, 3))
+
+
+def test_flicker_counts_change_and_not_a_standing_error():
+    a = video() * 0.5
+    offset = torch.full_like(a[:1], 0.1)
+    assert flicker(a, a + offset) == pytest.approx(0.0, abs=1e-5)
+    blinking = a.clone()
+    blinking[1::2] += 0.1
+    assert flicker(a, blinking) == pytest.approx(25.5, rel=1e-5)
+
+
+def test_flicker_needs_two_frames():
+    with pytest.raises(ValueError, match="at least two frames"):
+        flicker(video()[:1], video()[:1])

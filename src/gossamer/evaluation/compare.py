@@ -14,7 +14,14 @@ from torch import Tensor
 from gossamer.evaluation.environment import environment
 from gossamer.evaluation.files import write_json
 from gossamer.evaluation.generation import Generation, Pipeline, generate
-from gossamer.evaluation.metrics import SSIM_WINDOW, STLPIPS_MIN_SIDE, psnr, ssim, st_lpips
+from gossamer.evaluation.metrics import (
+    SSIM_WINDOW,
+    STLPIPS_MIN_SIDE,
+    flicker,
+    psnr,
+    ssim,
+    st_lpips,
+)
 from gossamer.evaluation.plans import observer_for, with_errors
 from gossamer.evaluation.settings import Settings
 from gossamer.evaluation.stlpips import has_stlpips
@@ -305,7 +312,8 @@ def run_row(variant: Variant, generation: Generation, reference: Tensor | None) 
     Returns:
         The row of the results, without prompt and seed. `psnr_db` is null for the dense run and
         the text "inf" for a video identical to it, as JSON has no infinity; `ssim` and `st_lpips`
-        are null where the frames are too small for them, `st_lpips` also without its package.
+        are null where the frames are too small for them, `st_lpips` also without its package, and
+        `flicker` of an image.
     """
     summary = generation.summary
     row: dict[str, Any] = {
@@ -315,6 +323,7 @@ def run_row(variant: Variant, generation: Generation, reference: Tensor | None) 
         "psnr_db": None,
         "ssim": None,
         "st_lpips": None,
+        "flicker": None,
         "attention_ms": summary["attention_ms"],
         "plan_ms": summary["plan_ms"],
         "plan_share": summary["plan_share"],
@@ -331,4 +340,6 @@ def run_row(variant: Variant, generation: Generation, reference: Tensor | None) 
             row["ssim"] = ssim(reference, generation.frames)
         if side >= STLPIPS_MIN_SIDE and has_stlpips():
             row["st_lpips"] = st_lpips(reference, generation.frames)
+        if len(reference) > 1:
+            row["flicker"] = flicker(reference, generation.frames)
     return row

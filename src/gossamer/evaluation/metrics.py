@@ -1,4 +1,4 @@
-"""How far one video is from another: PSNR, SSIM and ST-LPIPS.
+"""How far one video is from another: PSNR, SSIM, ST-LPIPS and flicker.
 
 Every metric takes two videos [frames, height, width, 3] of floats in 0…1 and compares the float
 frames as they left the decoder: a codec's loss is not the method's.
@@ -110,6 +110,29 @@ def st_lpips(a: Video, b: Video) -> float:
             distance = network(x.movedim(-1, 1).float(), y.movedim(-1, 1).float(), normalize=True)
             scores.extend(distance.flatten().tolist())
     return math.fsum(scores) / len(scores)
+
+
+def flicker(a: Video, b: Video) -> float:
+    """Compute how much `b` flickers that `a` does not: the mean change of their difference.
+
+    With d_t = b_t - a_t, the mean over pixels and successive frames of |d_{t+1} - d_t|, in levels
+    of 255. An error that stands still does not count, one that comes and goes does.
+
+    Args:
+        a: [frames, height, width, 3] floats in 0…1, at least two frames.
+        b: The same shape.
+
+    Returns:
+        0 for identical videos; larger flickers more.
+
+    Raises:
+        ValueError: The shapes differ, are not videos or have one frame, or a value is not finite.
+    """
+    first, second = _pair(a, b)
+    if first.shape[0] < 2:
+        raise ValueError("flicker needs at least two frames, got one")
+    difference = second - first
+    return 255.0 * (difference[1:] - difference[:-1]).abs().mean().item()
 
 
 def _pair(a: Video, b: Video) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,13 @@ COLUMNS = (
         highest_is_best=False,
     ),
     Column(
+        title="Flicker",
+        note="change of the difference to the dense video from frame to frame, of 255 levels",
+        get=lambda row: row.flicker,
+        show=partial(formatting.fixed, digits=2),
+        highest_is_best=False,
+    ),
+    Column(
         title="Attention time",
         note="sum over the generation, planning included",
         get=lambda row: row.attention_ms,

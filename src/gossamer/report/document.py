@@ -32,6 +32,7 @@ class Run:
     psnr_db: float | None = None
     ssim: float | None = None
     st_lpips: float | None = None
+    flicker: float | None = None
     attention_ms: float | None = None
     plan_ms: float | None = None
     total_ms: float | None = None
@@ -176,6 +177,7 @@ def _read_run(field: Field, with_files: bool) -> Run:
         psnr_db=field.child("psnr_db").number(infinite=True),
         ssim=field.child("ssim").number(),
         st_lpips=field.child("st_lpips").number(),
+        flicker=field.child("flicker").number(),
         attention_ms=field.child("attention_ms").number(),
         plan_ms=field.child("plan_ms").number(),
         total_ms=field.child("total_ms").number(),

@@ -68,6 +68,7 @@ class Row:
     psnr_db: Spread | None
     ssim: Spread | None
     st_lpips: Spread | None
+    flicker: Spread | None
     attention_ms: Spread | None
     total_ms: Spread | None
     attention_ratio: Spread | None
@@ -217,6 +218,7 @@ def _row(variant: Variant, name: str, runs: tuple[Run, ...], dense: list[Run]) -
         psnr_db=spread([run.psnr_db for run in runs]),
         ssim=spread([run.ssim for run in runs]),
         st_lpips=spread([run.st_lpips for run in runs]),
+        flicker=spread([run.flicker for run in runs]),
         attention_ms=spread([run.attention_ms for run in runs]),
         total_ms=spread([run.total_ms for run in runs]),
         attention_ratio=_ratio(runs, dense, lambda run: run.attention_ms),
