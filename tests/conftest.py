@@ -9,7 +9,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 settings.register_profile(
     "ci",
@@ -21,6 +21,13 @@ settings.register_profile(
 )
 settings.register_profile(
     "search", parent=settings.get_profile("ci"), derandomize=False, max_examples=500
+)
+# Triton's interpreter runs one program after another in numpy.
+settings.register_profile(
+    "interpreter",
+    parent=settings.get_profile("ci"),
+    max_examples=8,
+    phases=[Phase.explicit, Phase.generate],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 

@@ -1,5 +1,6 @@
 """Law 1: a kernel equals the reference on the same plan; the reference equals the textbook."""
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,12 @@ from gossamer.kernels import cpu
 from gossamer.plan import to_tokens
 from oracle import assert_matches, attention, tolerance
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+# Triton's interpreter runs on the CPU, in a process of its own: see test_triton.py.
+FAST = "triton" if os.environ.get("TRITON_INTERPRET") == "1" else "cpu"
+KERNELS = [FAST] if FAST == "triton" else [FAST, "reference"]
+DTYPES = [torch.float32, torch.float16]
+if FAST == "cpu":  # the interpreter cuts float32 to bfloat16 instead of rounding it
+    DTYPES += [torch.bfloat16, torch.float64]
 
 
 @given(shapes(max_tokens=120), options())
@@ -29,13 +35,14 @@ def test_the_reference_is_the_definition(shape: Shape, opt: Options) -> None:
     torch.testing.assert_close(got.lse.double(), want.lse, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", [FAST])
 @given(shapes(), options(), st.sampled_from(DTYPES))
-def test_the_cpu_kernel_equals_the_reference(
-    shape: Shape, opt: Options, dtype: torch.dtype
+def test_a_kernel_equals_the_reference(
+    kernel: str, shape: Shape, opt: Options, dtype: torch.dtype
 ) -> None:
     q, k, v = shape.tensors(dtype)
     plan = random_plan(shape, opt)
-    got = gs.attend(q, k, v, plan, kernel="cpu")
+    got = gs.attend(q, k, v, plan, kernel=kernel)
     want = gs.attend(q.double(), k.double(), v.double(), plan, kernel="reference")
     assert got.out.dtype == dtype
     assert got.lse.dtype == torch.float32
@@ -73,7 +80,7 @@ def test_small_chunks_change_nothing_but_rounding(shape: Shape, opt: Options) ->
     torch.testing.assert_close(parts.lse, whole.lse, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernel", gs.list_kernels())
+@pytest.mark.parametrize("kernel", KERNELS)
 @given(shapes(max_tokens=150), options())
 def test_law_4_the_launch_order_changes_no_bit(kernel: str, shape: Shape, opt: Options) -> None:
     q, k, v = shape.tensors()
@@ -97,7 +104,7 @@ def test_batching_rows_changes_nothing_but_rounding(name: str) -> None:
     torch.testing.assert_close(together.lse, alone.lse)
 
 
-@pytest.mark.parametrize("kernel", gs.list_kernels())
+@pytest.mark.parametrize("kernel", KERNELS)
 @given(shapes(max_tokens=100), options())
 def test_what_is_not_read_changes_nothing(kernel: str, shape: Shape, opt: Options) -> None:
     """NaN and infinity in keys and values that no query reads stay where they are."""
@@ -113,7 +120,7 @@ def test_what_is_not_read_changes_nothing(kernel: str, shape: Shape, opt: Option
     assert torch.equal(dirty.lse == -torch.inf, clean.lse == -torch.inf)
 
 
-@pytest.mark.parametrize("kernel", gs.list_kernels())
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_nan_reaches_exactly_the_queries_that_read_it(kernel: str) -> None:
     q, k, v = Shape(1, 1, 1, 40, 40, 8, 3).tensors()
     v[0, 0, 20] = torch.nan
@@ -123,7 +130,7 @@ def test_a_nan_reaches_exactly_the_queries_that_read_it(kernel: str) -> None:
     assert out[0, 0, 20:].isnan().all()
 
 
-@pytest.mark.parametrize("kernel", gs.list_kernels())
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_masking_is_not_decided_by_the_size_of_a_logit(kernel: str) -> None:
     """Every logit is -8e5, far below any finite 'minus infinity' (flashinfer #4267)."""
     q = torch.full((1, 1, 64, 64), 100.0)
@@ -146,10 +153,11 @@ def test_float16_logits_do_not_overflow(method: str, size: float) -> None:
     torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=2e-3)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dim", [31, 64, 72, 80, 96, 128, 160, 256])
-def test_any_head_dim_has_its_own_scale(dim: int) -> None:
+def test_any_head_dim_has_its_own_scale(kernel: str, dim: int) -> None:
     q, k, v = Shape(1, 1, 2, 50, 50, dim, 1).tensors()
-    got = gs.attend(q, k, v, gs.Dense().plan(q, k, v))
+    got = gs.attend(q, k, v, gs.Dense().plan(q, k, v), kernel=kernel)
     assert_matches(got, attention(q, k, v), tolerance(q, k, v))
 
 
@@ -158,10 +166,11 @@ def test_any_head_dim_has_its_own_scale(dim: int) -> None:
     [(1, 1), (9, 9), (12, 12), (63, 65), (137, 137), (1, 4099), (401, 203), (130, 0)],
 )
 @pytest.mark.parametrize("causal", [False, True])
-def test_any_length_works(num_queries: int, num_keys: int, causal: bool) -> None:
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_any_length_works(kernel: str, num_queries: int, num_keys: int, causal: bool) -> None:
     q, k, v = Shape(1, 2, 2, num_queries, num_keys, 16, 1).tensors()
     plan = gs.Dense().plan(q, k, v, gs.Call(causal=causal))
-    got = gs.attend(q, k, v, plan)
+    got = gs.attend(q, k, v, plan, kernel=kernel)
     want = gs.attend(q, k, v, plan, kernel="reference")
     assert got.out.shape == q.shape
     torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
@@ -197,14 +206,17 @@ def test_an_explicit_kernel_never_falls_back() -> None:
     plan = gs.Dense().plan(q, k, v)
     with pytest.raises(gs.UnsupportedError, match="kernel 'cpu' cannot run this: inference only"):
         gs.attend(q.requires_grad_(), k, v, plan, kernel="cpu")
-    with pytest.raises(gs.UnsupportedError, match=r"unknown kernel 'cuda': known are auto, cpu"):
+    with pytest.raises(gs.UnsupportedError, match=r"unknown kernel 'cuda': known are auto, triton"):
         gs.attend(q, k, v, plan, kernel="cuda")
 
 
 def test_every_kernel_explains_itself() -> None:
     q, k, v = Shape(1, 1, 1, 8, 8, 8, 0).tensors()
     plan = gs.Dense().plan(q, k, v)
-    assert gs.explain_kernels(q, k, v, plan) == {"cpu": [], "reference": []}
+    reasons = gs.explain_kernels(q, k, v, plan)
+    assert list(reasons) == gs.list_kernels()
+    assert (reasons["cpu"], reasons["reference"]) == ([], [])
+    assert "runs on GPU tensors, these are on cpu" in reasons["triton"]
     reasons = gs.explain_kernels(q.requires_grad_(), k, v, plan)
     assert reasons["cpu"] == ["inference only; use kernel='reference' for gradients"]
 

@@ -11,10 +11,11 @@ from gossamer.errors import UnsupportedError
 from gossamer.kernels.base import Kernel
 from gossamer.kernels.cpu import CpuKernel
 from gossamer.kernels.reference import ReferenceKernel
+from gossamer.kernels.triton import TritonKernel
 from gossamer.plan import SparsePlan
 
 # In the order of preference of kernel="auto".
-_KERNELS: tuple[Kernel, ...] = (CpuKernel(), ReferenceKernel())
+_KERNELS: tuple[Kernel, ...] = (TritonKernel(), CpuKernel(), ReferenceKernel())
 
 
 def list_kernels() -> list[str]:
