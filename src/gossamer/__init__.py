@@ -16,7 +16,18 @@ from gossamer.errors import (
 )
 from gossamer.integrations import Handle, apply
 from gossamer.kernels import AttentionOutput, explain_kernels, list_kernels
-from gossamer.methods import SVG2, BlockTopK, Dense, InstaGen, Method, get_method, list_methods
+from gossamer.methods import (
+    SVG2,
+    BlockTopK,
+    Dense,
+    InstaGen,
+    Intra,
+    MCSparse,
+    Method,
+    get_method,
+    list_methods,
+)
+from gossamer.order import WaveAlign, get_order, list_orders
 from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan
 from gossamer.recipe import Recipe, list_recipes
 from gossamer.records import Record
@@ -34,8 +45,10 @@ __all__ = [
     "GossamerError",
     "Handle",
     "InstaGen",
+    "Intra",
     "KeyBlocks",
     "KeyTokens",
+    "MCSparse",
     "Method",
     "MissingExtraError",
     "PlanError",
@@ -47,13 +60,16 @@ __all__ = [
     "Session",
     "SparsePlan",
     "UnsupportedError",
+    "WaveAlign",
     "__version__",
     "apply",
     "attend",
     "explain_kernels",
     "get_method",
+    "get_order",
     "list_kernels",
     "list_methods",
+    "list_orders",
     "list_recipes",
     "sparse_attention",
 ]

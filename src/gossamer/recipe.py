@@ -15,6 +15,7 @@ from typing import Any
 from gossamer.errors import PlanError, RecipeError
 from gossamer.kernels import list_kernels
 from gossamer.methods import Method, get_method
+from gossamer.order import Order, get_order
 from gossamer.reuse import Reuse
 from gossamer.schedule import Schedule, check_schedule
 
@@ -47,7 +48,7 @@ class Recipe:
     dense_layers: Schedule = 0
     min_tokens: int = MIN_TOKENS
     reuse: Reuse | None = None
-    order: Any = None
+    order: Order | None = None
     kernel: str = "auto"
 
     def __post_init__(self) -> None:
@@ -63,6 +64,8 @@ class Recipe:
             raise RecipeError(f"min_tokens={tokens!r}: must be an integer >= 0")
         if self.reuse is not None and not isinstance(self.reuse, Reuse):
             raise RecipeError(f"reuse={self.reuse!r}: must be gossamer.Reuse(...) or None")
+        if self.order is not None and not isinstance(self.order, Order):
+            raise RecipeError(f"order={self.order!r}: must be gossamer.WaveAlign(...) or None")
         if self.kernel != "auto" and self.kernel not in list_kernels():
             known = ", ".join(["auto", *list_kernels()])
             raise RecipeError(f"unknown kernel {self.kernel!r}: known are {known}")
@@ -107,8 +110,6 @@ class Recipe:
         reuse = table.pop("reuse", None)
         try:
             if order is not None:
-                from gossamer.order import get_order
-
                 table["order"] = get_order(**_named("order", order, "wavealign"))
             if isinstance(reuse, dict):
                 _check_keys("reuse: ", reuse, [field.name for field in fields(Reuse)])

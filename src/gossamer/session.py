@@ -175,11 +175,12 @@ class Session:
     ) -> Tensor:
         """Plan and attend; at an anchor step keep the plan, attend fully and keep the residual."""
         watch = Stopwatch(q.device)
-        plan, notes = self._plan(q, k, v, call)
+        path, anchors = "sparse", self._anchors
+        with_full = anchors is not None and anchors.reuse.residual
+        plan, notes, full = self._plan(q, k, v, call, with_full=with_full)
         kernel = choose_kernel(q, k, v, plan, self.recipe.kernel)
         watch.mark()
         out = attend(q, k, v, plan, scale=call.scale, kernel=kernel.name).out
-        path, anchors = "sparse", self._anchors
         if anchors is not None:
             place, residual = (call.layer, call.branch), None
             if not anchors.has_room(place, plan, q):
@@ -188,8 +189,8 @@ class Session:
             else:
                 notes.append("anchor" if at is None else f"{at}, anchor")
                 if anchors.reuse.residual:
-                    full = _run_dense(q, k, v, call, by)
-                    residual, out, path = full.float() - out.float(), full, "dense"
+                    full = _run_dense(q, k, v, call, by) if full is None else full
+                    residual, out, path = full.float() - out.float(), full.to(q.dtype), "dense"
                 shape = (*q.shape, k.shape[2])
                 anchor = Anchor(step=call.step, shape=shape, plan=plan, residual=residual)
                 anchors.put(place, anchor)
@@ -267,19 +268,28 @@ class Session:
             return "dense step"
         return None
 
-    def _plan(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[SparsePlan, list[str]]:
-        """Return the plan, in its launch order, and what the record should say of it."""
-        method = self.recipe.method
+    def _plan(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, *, with_full: bool
+    ) -> tuple[SparsePlan, list[str], Tensor | None]:
+        """Return the plan in its launch order, what the record should say of it, full attention.
+
+        Full attention is None where it is not asked for, or not computed on the way to the plan.
+        """
+        method, full = self.recipe.method, None
         static = method.static_key(call)
         if static is None or call.key_valid is not None:
             state = self._states.setdefault((call.layer, call.branch), {})
-            return self._ordered(method.plan(q, k, v, call, state=state))
+            if with_full:
+                plan, full = method.anchor(q, k, v, call, state=state)
+            else:
+                plan = method.plan(q, k, v, call, state=state)
+            return *self._ordered(plan), full
         shape = (q.shape[1], q.shape[2], k.shape[1], k.shape[2], call.grid, call.text)
         key = (static, shape, call.causal, call.scale, q.device, call.head_offset)
         if key in self._static:
-            return self._static[key], ["static plan"]
+            return self._static[key], ["static plan"], None
         self._static[key], notes = self._ordered(method.plan(q, k, v, call))
-        return self._static[key], notes
+        return self._static[key], notes, None
 
     def _ordered(self, plan: SparsePlan) -> tuple[SparsePlan, list[str]]:
         """Return the plan in the recipe's launch order, and why it is ordered or not."""

@@ -207,6 +207,7 @@ def test_virtual_keys_follow_the_keys() -> None:
 
         @classmethod
         def at_density(cls, density: float) -> "OneCentroid":
+            del density
             return cls()
 
         def _plan_latent(self, q, k, v, call, state):
@@ -256,3 +257,34 @@ def test_a_recipe_with_reuse_round_trips() -> None:
         gs.Recipe.from_toml('method = "dense"\n[reuse]\nevry = 3\n')
     with pytest.raises(gs.RecipeError, match=r"must be a \[reuse\] table"):
         gs.Recipe.from_toml('method = "dense"\nreuse = 3\n')
+
+
+def test_exact_selection_gives_the_anchor_its_full_attention() -> None:
+    """MC-Sparse computes it on the way: the dense backend is not asked again."""
+    from gossamer.session import DenseBackend
+
+    def refuse() -> torch.Tensor:
+        raise AssertionError("full attention was computed twice")
+
+    run = session(Reuse(every=3), gs.MCSparse(density=0.2))
+    out = run.attention(*TENSORS, gs.Call(step=0), dense_by=DenseBackend("host", refuse))
+    torch.testing.assert_close(out.double(), attention(*TENSORS).out, rtol=1e-4, atol=1e-5)
+    assert paths(run) == ["dense"]
+
+
+def test_an_order_is_decided_and_recorded() -> None:
+    run = session(Reuse(every=2, residual=False), order=gs.WaveAlign(skip="never"))
+    out, plain = step_of(run, 0), step_of(session(Reuse(every=2, residual=False)), 0)
+    assert torch.equal(out, plain)
+    assert run.records[0].reason == 'wavealign: skip="never"; anchor'
+    run = session(Reuse(every=2, residual=False), order=gs.WaveAlign())
+    step_of(run, 0)
+    assert run.records[0].reason.startswith("wavealign: 300 keys: up to 98304")
+
+
+def test_a_recipe_with_an_order_round_trips() -> None:
+    recipe = gs.Recipe(method=gs.SVG2(density=0.2), order=gs.WaveAlign(wave=64, iters=5))
+    assert gs.Recipe.from_toml(recipe.to_toml()) == recipe
+    assert gs.Recipe.from_toml('method = "svg2"\norder = "wavealign"').order == gs.WaveAlign()
+    with pytest.raises(gs.RecipeError, match="unknown order 'wavalign': did you mean 'wavealign'"):
+        gs.Recipe.from_toml('method = "svg2"\norder = "wavalign"')

@@ -19,7 +19,7 @@ EXTRAS: Mapping[str, Sequence[str]] = {
     "diffusers": ("diffusers", "transformers", "accelerate", "sentencepiece", "ftfy"),
     "llm": ("transformers",),
     "lora": ("peft",),
-    "report": ("jinja2", "plotly", "av"),
+    "report": ("jinja2", "plotly", "av", "pillow"),
     "eval": ("stlpips-pytorch", "av"),
     "gpu": ("triton",),
     "hopper": ("flash-attn-4", "nvidia-cutlass-dsl"),

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import gossamer as gs
-from gossamer.cli.console import print_facts, print_json, print_table
+from gossamer.cli.console import print_facts, print_json, print_table, say
 from gossamer.cli.errors import UsageError
 from gossamer.cli.options import Json
+from gossamer.evaluation.files import check_writable
 from gossamer.evaluation.variants import unknown_name
 
 
 def methods(
     name: Annotated[str | None, typer.Argument(help="One method; all if left out.")] = None,
     *,
+    draw: Annotated[
+        Path | None,
+        typer.Option("--draw", metavar="FILE", help="Draw its plans to a .png or .svg file."),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """List the attention methods, or describe one.
+    """List the attention methods, or describe or draw one.
 
-    Example: gossamer methods svg2
+    Example: gossamer methods svg2 --draw svg2.png
     """
     if name is not None and name not in gs.list_methods():
         raise UsageError(unknown_name("method", name, gs.list_methods()))
+    if draw is not None:
+        if name is None:
+            raise UsageError("--draw draws one method: name it, as in gossamer methods svg2 --draw")
+        _draw(name, draw, as_json=json)
+        return
     names = gs.list_methods() if name is None else [name]
     described = [describe_method(each) for each in names]
     if json:
@@ -37,6 +48,22 @@ def methods(
         )
     else:
         _print_one(described[0])
+
+
+def _draw(name: str, path: Path, *, as_json: bool) -> None:
+    """Write a picture of the method's plans on small examples."""
+    # Listing methods needs none of the report's modules.
+    from gossamer.report.drawing import write_picture
+    from gossamer.report.patterns import method_panels
+
+    check_writable(path.parent)
+    panels = method_panels(name)
+    write_picture(panels, f"{name}: which keys each query reads", path)
+    if as_json:
+        shown = [{"title": panel.title, "density": panel.density} for panel in panels]
+        print_json({"out": str(path), "panels": shown})
+    else:
+        say(f"picture: {path}")
 
 
 def describe_method(name: str) -> dict[str, Any]:

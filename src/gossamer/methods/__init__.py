@@ -11,6 +11,8 @@ from gossamer.methods.base import (
 from gossamer.methods.block_topk import BlockTopK
 from gossamer.methods.dense import Dense
 from gossamer.methods.instagen import InstaGen
+from gossamer.methods.intra import Intra
+from gossamer.methods.mc_sparse import MCSparse
 from gossamer.methods.svg2 import SVG2
 
 __all__ = [
@@ -18,6 +20,8 @@ __all__ = [
     "BlockTopK",
     "Dense",
     "InstaGen",
+    "Intra",
+    "MCSparse",
     "Method",
     "check_tensors",
     "get_method",

@@ -89,6 +89,24 @@ class Method(ABC):
                 plan = self._plan_joint(q, k, v, call, state)
         return plan
 
+    def anchor(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call | None = None,
+        *,
+        state: State | None = None,
+    ) -> tuple[SparsePlan, Tensor | None]:
+        """Plan, and return full attention where planning computes it on the way.
+
+        Arguments and errors as `plan`.
+
+        Returns:
+            The plan; full attention [B, H, N, D] floating, or None where it was not computed.
+        """
+        return self.plan(q, k, v, call, state=state), None
+
     def _plan_joint(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State | None
     ) -> SparsePlan:
