@@ -1,0 +1,1 @@
+"""Benchmarks on a GPU: correctness first, then times beside the fastest dense attention."""
