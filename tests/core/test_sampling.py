@@ -18,32 +18,63 @@ def clustered(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return x + noise[0], x + noise[1], v + noise[2]
 
 
-@pytest.mark.parametrize("sampler", ["importance", "uniform"])
-@pytest.mark.parametrize(("exact", "sampled"), [(0.1, 0.15), (0.0, 0.2)])
-def test_weighted_sums_are_unbiased(sampler: str, exact: float, sampled: float) -> None:
-    """Mean over 200 seeds of numerator and denominator against the full sums, in one statistic.
+def pooled_z(method: gs.Method, seeds: int, *, weighted: bool = True) -> list[float]:
+    """Return t statistics of the estimated softmax sums over seeds, denominators and numerators.
 
-    Per entry the mean of 200 draws has a standard error that the draws themselves tell; the mean of
-    the squared t values over many entries is 1 with a spread far below the bound, and a bias of a
-    few percent of the sums would multiply it.
+    A seed's number is the mean over heads and queries of the relative error of the denominator, or
+    a fixed random combination of the numerators' errors. The seeds' numbers are independent, with
+    mean 0 if and only if the sums are unbiased (in this combination), whatever their distribution
+    within a call: so their mean over its standard error is a t value.
     """
-    q, k, v = clustered()
-    logits = (q @ k.mT * 16**-0.5).double()
-    e = logits.exp()
+    q, k, v = (x[:, :, ::2] for x in clustered())
+    e = (q @ k.mT * 16**-0.5).double().exp()
     full = torch.cat([e @ v.double(), e.sum(-1, keepdim=True)], -1)
-    method = gs.InstaGen(exact=exact, sampled=sampled, sampler=sampler)
-    draws = []
-    for seed in range(200):
+    g = torch.Generator().manual_seed(11)
+    signs = torch.randint(2, full[..., :-1].shape, generator=g) * 2.0 - 1
+    numbers = []
+    for seed in range(seeds):
         weights = method.plan(q, k, v, gs.Call(seed=seed)).weights().double()
+        weights = weights if weighted else (weights > 0).double()
         estimate = e * weights
-        draws.append(torch.cat([estimate @ v.double(), estimate.sum(-1, keepdim=True)], -1))
-    draws = torch.stack(draws)
-    error = draws.mean(0) - full
-    t_square = error.square() / (draws.var(0) / 200).clamp(min=1e-12)
-    assert float(t_square.mean()) < 1.5
-    # Every query's denominator separately, relative to its size: no group is off by a few percent.
-    relative = (error[..., -1] / full[..., -1]).mean().abs()
-    assert float(relative) < 0.01
+        error = torch.cat([estimate @ v.double(), estimate.sum(-1, keepdim=True)], -1) - full
+        error = error / full[..., -1:]
+        numbers.append(torch.stack([error[..., -1].mean(), (error[..., :-1] * signs).mean()]))
+    t = torch.stack(numbers)
+    return (t.mean(0) / (t.std(0) / seeds**0.5)).tolist()
+
+
+SAMPLERS = ["importance", "uniform", "poisson", "replacement"]
+# Two-sided t with 199 degrees of freedom: false alarm 5e-4 for each of a method's two statistics,
+# 1e-3 together. Seeds are fixed, so a red test is a change, not luck.
+ALARM = 3.54
+
+
+@pytest.mark.parametrize(
+    ("sampler", "exact", "sampled"),
+    [
+        ("importance", 0.1, 0.15),
+        ("importance", 0.0, 0.2),
+        ("uniform", 0.1, 0.15),
+        ("poisson", 0.0, 0.2),  # one cluster is forced
+        ("replacement", 0.1, 0.15),
+    ],
+)
+def test_weighted_sums_are_unbiased(sampler: str, exact: float, sampled: float) -> None:
+    """Law 8: the mean over 200 seeds of numerator and denominator is the full sum."""
+    method = gs.InstaGen(exact=exact, sampled=sampled, sampler=sampler, iterations=2)
+    assert max(abs(z) for z in pooled_z(method, 200)) < ALARM
+
+
+@pytest.mark.parametrize("scorer", ["svoo", "variance"])
+def test_any_scorer_is_unbiased(scorer: str) -> None:
+    method = gs.InstaGen(density=0.25, scorer=scorer, iterations=2)
+    assert max(abs(z) for z in pooled_z(method, 200)) < ALARM
+
+
+def test_the_statistic_tells_a_biased_sample() -> None:
+    """The same keys without their weights are far outside."""
+    method = gs.InstaGen(density=0.25, iterations=3)
+    assert abs(pooled_z(method, 20, weighted=False)[0]) > 10 * ALARM
 
 
 def test_importance_beats_uniform_beats_top_k_where_attention_is_spread() -> None:
@@ -90,10 +121,11 @@ def test_exact_and_promoted_keys_weigh_one_and_sampled_keys_more() -> None:
     assert float(read.max()) > 2.0
 
 
-def test_the_sample_is_shared_by_batch_rows_and_branches() -> None:
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_the_sample_is_shared_by_batch_rows_and_branches(sampler: str) -> None:
     """Batched and separate guidance agree, and their errors cancel in the difference."""
     q, k, v = clustered()
-    method = gs.InstaGen(density=0.2)
+    method = gs.InstaGen(density=0.2, sampler=sampler)
     both = [torch.cat([x, x]) for x in (q, k, v)]
     batched = method.plan(*both, gs.Call(branch="cond_uncond")).weights()
     cond = method.plan(q, k, v, gs.Call(branch="cond")).weights()
@@ -103,11 +135,14 @@ def test_the_sample_is_shared_by_batch_rows_and_branches() -> None:
     assert torch.equal(batched[:1], cond)
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("change", [{"seed": 1}, {"step": 1}, {"layer": 1}, {"head_offset": 8}])
-def test_the_sample_depends_on_seed_step_layer_and_global_head(change: dict[str, int]) -> None:
+def test_the_sample_depends_on_seed_step_layer_and_global_head(
+    sampler: str, change: dict[str, int]
+) -> None:
     q, k, v = clustered()
     state: dict[str, object] = {}
-    method = gs.InstaGen(density=0.2, warm_iterations=1)
+    method = gs.InstaGen(density=0.2, warm_iterations=1, sampler=sampler)
     method.plan(q, k, v, gs.Call(), state=state)
     base = method.plan(q, k, v, gs.Call(), state=dict(state)).weights()
     other = method.plan(q, k, v, gs.Call(**change), state=dict(state)).weights()
@@ -116,9 +151,10 @@ def test_the_sample_depends_on_seed_step_layer_and_global_head(change: dict[str,
     assert torch.equal(other, again)
 
 
-def test_heads_split_over_ranks_get_the_plans_of_one_rank() -> None:
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_heads_split_over_ranks_get_the_plans_of_one_rank(sampler: str) -> None:
     q, k, v = Shape(1, 4, 1, 300, 300, 16, 2).tensors()
-    method = gs.InstaGen(density=0.2)
+    method = gs.InstaGen(density=0.2, sampler=sampler)
     whole = method.plan(q, k, v, gs.Call(num_heads=4)).weights()
     for begin, end in ((0, 1), (1, 4)):  # an uneven split
         part = method.plan(
@@ -154,6 +190,7 @@ def test_a_warm_start_uses_the_state_and_another_shape_does_not() -> None:
         ({"density": 1.5}, "density=1.5 must be a number"),
         ({"exact": -0.1}, "exact=-0.1 must be a number with 0 <= exact <= 1"),
         ({"sampler": "best"}, "sampler='best' must be one of"),
+        ({"scorer": "best"}, "scorer='best' must be one of"),
         ({"key_clusters": 0}, "key_clusters=0 must be an integer >= 1"),
         ({"iterations": 0}, "iterations=0 must be an integer >= 1"),
         ({"tile": True}, "tile=True must be an integer >= 1"),

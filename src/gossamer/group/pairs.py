@@ -43,12 +43,14 @@ class Pairs(NamedTuple):
         keys: Key clusters expanded to the query heads, sorted: [B, H, …] over C_k clusters.
         log_scores: [B, H, C_q, C_k] float32, logit of the centroids: scale * q.k.
         active_keys: [B] int64, key clusters in use; None for all C_k.
+        key_clusters: The key clusters as they are, per KV head: [B, Hk, …].
     """
 
     queries: Clusters
     keys: Sorted
     log_scores: Tensor
     active_keys: Tensor | None
+    key_clusters: Clusters
 
 
 def cluster_pairs(
@@ -69,18 +71,46 @@ def cluster_pairs(
         settings: Numbers of clusters and iterations.
         state: Centroids of the previous step, read and replaced; None starts cold and keeps none.
     """
-    valid_q = call.key_valid if q.shape[2] == k.shape[2] else None
-    group = q.shape[1] // k.shape[1]
+    queries = cluster_queries(q, k.shape[2], call, settings, state)
+    head = call.head_offset // (q.shape[1] // k.shape[1])
+    draw = Draw(call.seed, call.layer, call.step, head, salt=1)
+    keys, active = _cluster(k, call.key_valid, draw, settings, state)
+    return pair(queries, keys, active, call.key_valid, scale)
+
+
+def cluster_queries(
+    q: Tensor,
+    num_keys: int,
+    call: Call,
+    settings: ClusterSettings,
+    state: MutableMapping[str, Tensor] | None,
+) -> Clusters:
+    """Cluster the queries alone; arguments as `cluster_pairs`."""
+    valid = call.key_valid if q.shape[2] == num_keys else None
     draw = Draw(call.seed, call.layer, call.step, call.head_offset, salt=0)
-    draw_k = draw._replace(head_offset=call.head_offset // group, salt=1)
-    queries, _ = _cluster(q, valid_q, draw, settings, state)
-    keys, active = _cluster(k, call.key_valid, draw_k, settings, state)
-    of_head = torch.arange(q.shape[1], device=q.device) // group
-    ordered = sort_by_group(keys.labels, keys.sizes.shape[2], valid=call.key_valid)
+    return _cluster(q, valid, draw, settings, state)[0]
+
+
+def pair(
+    queries: Clusters, keys: Clusters, active: Tensor | None, valid: Tensor | None, scale: float
+) -> Pairs:
+    """Sort the keys by cluster and score every pair of centroids.
+
+    Args:
+        queries: Query clusters, [B, H, …].
+        keys: Key clusters, [B, Hk, …].
+        active: [B] int64, key clusters in use; None for all.
+        valid: [B, S] bool, keys that count; None for all.
+        scale: Factor on the logits.
+    """
+    heads, kv_heads = queries.labels.shape[1], keys.labels.shape[1]
+    group = heads // kv_heads
+    of_head = torch.arange(heads, device=keys.labels.device) // group
+    ordered = sort_by_group(keys.labels, keys.sizes.shape[2], valid=valid)
     ordered = Sorted(*(x[:, of_head] if group > 1 else x for x in ordered))
-    grouped = queries.centroids.unflatten(1, (k.shape[1], group))  # [B, Hk, G, C_q, D]
+    grouped = queries.centroids.unflatten(1, (kv_heads, group))  # [B, Hk, G, C_q, D]
     log_scores = (grouped @ keys.centroids[:, :, None].mT).flatten(1, 2) * scale
-    return Pairs(queries, ordered, log_scores, active)
+    return Pairs(queries, ordered, log_scores, active, keys)
 
 
 def _cluster(

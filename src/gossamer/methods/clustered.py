@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.group import ClusterSettings, Pairs, cluster_pairs, pack_tiles
+from gossamer.group import Clusters, ClusterSettings, Pairs, cluster_pairs, pack_tiles
 from gossamer.methods.base import Method, State, check_count, check_share, logit_scale
 from gossamer.plan import KeyTokens, SparsePlan
 
@@ -51,12 +51,13 @@ class ClusteredMethod(Method):
         return cls(density=density, **params)
 
     @abstractmethod
-    def _keys(self, pairs: Pairs, num_keys: int, call: Call) -> KeyTokens:
+    def _keys(self, pairs: Pairs, k: Tensor, v: Tensor, call: Call) -> KeyTokens:
         """Choose the keys of each query cluster, one row a cluster.
 
         Args:
             pairs: The clusters and the logits of their centroids.
-            num_keys: S, padded keys counted.
+            k: [B, Hk, S, D] keys, padded ones too.
+            v: [B, Hk, S, D] values.
             call: The call.
         """
 
@@ -64,21 +65,31 @@ class ClusteredMethod(Method):
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State | None
     ) -> SparsePlan:
         """Cluster, choose keys, pack each cluster's queries into tiles."""
-        del v
-        settings = ClusterSettings(
+        pairs = self._pairs(q, k, call, state)
+        return self._packed(self._keys(pairs, k, v, call), pairs.queries, k.shape[2], call)
+
+    def _pairs(self, q: Tensor, k: Tensor, call: Call, state: State | None) -> Pairs:
+        """Cluster queries and keys and score the pairs of clusters."""
+        return cluster_pairs(q, k, call, logit_scale(q, call), self._settings(), state)
+
+    def _settings(self) -> ClusterSettings:
+        """Return how queries and keys are clustered."""
+        return ClusterSettings(
             query_clusters=self.query_clusters,
             key_clusters=self.key_clusters,
             iterations=self.iterations,
             warm_iterations=self.warm_iterations,
         )
-        pairs = cluster_pairs(q, k, call, logit_scale(q, call), settings, state)
-        num_groups = pairs.queries.sizes.shape[2]
-        query_index, tile_row = pack_tiles(pairs.queries.labels, num_groups, self.tile)
+
+    def _packed(self, keys: KeyTokens, queries: Clusters, num_keys: int, call: Call) -> SparsePlan:
+        """Return the plan in which the queries of cluster g read row g of `keys`."""
+        num_groups = queries.sizes.shape[2]
+        query_index, tile_row = pack_tiles(queries.labels, num_groups, self.tile)
         return SparsePlan(
-            num_queries=q.shape[2],
-            num_keys=k.shape[2],
+            num_queries=queries.labels.shape[2],
+            num_keys=num_keys,
             tile=self.tile,
-            keys=self._keys(pairs, k.shape[2], call),
+            keys=keys,
             query_index=query_index,
             tile_row=tile_row,
             key_valid=call.key_valid,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.group import Pairs
@@ -55,15 +56,15 @@ class SVG2(ClusteredMethod):
         check_share(self.name, "mass", self.mass)
         check_share(self.name, "min_ratio", self.min_ratio, zero=True)
 
-    def _keys(self, pairs: Pairs, num_keys: int, call: Call) -> KeyTokens:
+    def _keys(self, pairs: Pairs, k: Tensor, v: Tensor, call: Call) -> KeyTokens:
         """Keep the clusters of greatest estimated mass."""
-        del call
+        del v, call
         sizes = pairs.keys.size[:, :, None]  # [B, H, 1, C]
         log_mass = pairs.log_scores + sizes.double().log()
         if self.density is not None:
             budget = (sizes.sum(-1) * self.density).round().long().clamp(min=1)  # of valid keys
             taken = take_clusters(log_mass, sizes, budget, crossing="cut")
-            return list_keys(taken, pairs.keys, width=max(1, round(num_keys * self.density)))
+            return list_keys(taken, pairs.keys, width=max(1, round(k.shape[2] * self.density)))
         num_clusters = torch.tensor([[sizes.shape[-1]]], device=sizes.device)
         if pairs.active_keys is not None:
             num_clusters = pairs.active_keys[:, None]

@@ -8,8 +8,10 @@ from torch import Tensor
 from gossamer.group.tiles import Sorted
 from gossamer.plan import KeyTokens
 from gossamer.select.sample import Draws
+from gossamer.select.trials import Trials
 
 _CHUNK_BYTES = 64 << 20  # of the int64 lists held at once
+_TRIAL_BYTES = 16 << 20  # the same for trials, whose lists are hashed, thrown, sorted and merged
 _LAST = torch.iinfo(torch.int32).max  # sorts behind every key
 
 
@@ -40,6 +42,97 @@ def list_draws(draws: Draws, keys: Sorted, *, width: int) -> KeyTokens:
         The key rows, R per head, each entry weighted so that sums over it are unbiased.
     """
     return _list(draws.taken, draws, keys, width)
+
+
+def list_trials(trials: Trials, keys: Sorted) -> KeyTokens:
+    """List the keys that a row's trials read, each once, with their log weights.
+
+    The number of trials is random, and reading the greatest of all rows is one synchronisation;
+    rows then have room for all of them, so that nothing is cut off.
+
+    Args:
+        trials: What each row tries of each cluster, [B, H, R, C].
+        keys: The keys sorted by cluster, over C clusters.
+
+    Returns:
+        The key rows, R per head, each entry weighted so that sums over it are unbiased.
+    """
+    batch, heads, num_rows, num_clusters = trials.taken.shape
+    device = trials.taken.device
+    singly = trials.taken.sum(-1).flatten()  # [B * H * R]
+    tried = singly + trials.count.flatten()
+    room = int(tried.max())
+    head = torch.arange(batch * heads, device=device).repeat_interleave(num_rows)
+    order, begin, size = (x.flatten(0, 1) for x in keys)
+    pool, weights, counts = [], [], []
+    chunk = max(1, _TRIAL_BYTES // (8 * max(room, num_clusters)))
+    for part in torch.arange(len(tried), device=device).split(chunk):
+        of_head = head[part]
+        place = torch.arange(room, device=device).expand(len(part), -1)
+        cluster, rank, kept = _tried(trials, part, place, singly[part])
+        kept = kept & (place < tried[part, None])
+        rank = rank.minimum(size[of_head].gather(1, cluster) - 1).clamp(min=0)
+        source = (begin[of_head].gather(1, cluster) + rank).clamp(max=order.shape[1] - 1)
+        index = order[of_head[:, None], source].int().masked_fill(~kept, _LAST)
+        log_weight = trials.log_weight.flatten(0, 2)[part].gather(1, cluster)
+        index, log_weight, hits, count = _merged(index, log_weight)
+        if trials.repeats:
+            log_weight = log_weight + hits.clamp(min=1).double().log()
+        # Slack repeats the row's greatest key; a row without any key has no slack to read.
+        greatest = index.gather(1, (count[:, None] - 1).clamp(min=0)) if room else index
+        listed = torch.arange(room, device=device) < count[:, None]
+        index = torch.where(listed, index, greatest.masked_fill(greatest == _LAST, 0))
+        pool.append(index.flatten())
+        weights.append(log_weight.float().masked_fill(~listed, 0.0).flatten())
+        counts.append(count)
+    start = torch.arange(len(tried), device=device) * room
+    return KeyTokens(
+        start=start.view(batch, heads, num_rows),
+        count=torch.cat(counts).view(batch, heads, num_rows).int(),
+        index=torch.cat(pool),
+        log_weight=torch.cat(weights),
+    )
+
+
+def _tried(
+    trials: Trials, part: Tensor, place: Tensor, singly: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return cluster and rank [n, L] of the key at each place, and whether it is read."""
+    num_rows, heads = trials.taken.shape[2], trials.taken.shape[1]
+    head = (part // num_rows % heads + trials.draw.head_offset)[:, None]
+    row = (part % num_rows)[:, None]
+    taken, unit = (x.flatten(0, 2)[part] for x in (trials.taken, trials.unit))
+    one_by_one = place < singly[:, None]
+    cluster, rank = _first(taken, torch.where(one_by_one, place, 0))
+    log_keep = trials.log_keep.flatten(0, 2)[part].gather(1, cluster)
+    kept = ~one_by_one | trials.keeps(head, row, place, log_keep)
+
+    size = trials.sizes.expand(trials.taken.shape).flatten(0, 2)[part]
+    end = (unit * size).cumsum(1)
+    last = end[:, -1:]  # a product that rounds up to it would hit behind the axis
+    at = (trials.throws(head, row, place) * last).minimum(torch.nextafter(last, last * 0))
+    # The first end above the point: a cluster without length is never the one.
+    hit = torch.searchsorted(end, at, right=True).clamp(max=end.shape[1] - 1)
+    length = unit.gather(1, hit)
+    inside = (at - (end.gather(1, hit) - length * size.gather(1, hit))) / length.clamp(min=1e-300)
+    inside = inside.masked_fill(one_by_one, 0.0).clamp(min=0).long()
+    return torch.where(one_by_one, cluster, hit), torch.where(one_by_one, rank, inside), kept
+
+
+def _merged(index: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Merge repeats of a key: indices [n, L] ascending, their weights and hits, and the counts [n].
+
+    Places that are not read hold `_LAST` and fall behind all others.
+    """
+    index, by = index.sort(dim=1)
+    new = torch.ones_like(index, dtype=torch.bool)
+    new[:, 1:] = index[:, 1:] != index[:, :-1]
+    run = new.cumsum(1) - 1
+    # All of a run write the same number, so the order of writing does not matter.
+    merged = torch.full_like(index, _LAST).scatter_(1, run, index)
+    weight = torch.zeros_like(log_weight).scatter_(1, run, log_weight.gather(1, by))
+    hits = torch.zeros_like(run).scatter_add_(1, run, torch.ones_like(run))
+    return merged, weight, hits, (new & (index != _LAST)).sum(1)
 
 
 def _list(taken: Tensor, draws: Draws | None, keys: Sorted, width: int | None) -> KeyTokens:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 # At least this much probability is certainty: 1 - 1e-9 would be left out once in 1e9 draws, while
 # two successive thresholds less than one fp64 rounding apart could meet in the same key.
-_CERTAIN = -1e-9
+CERTAIN = -1e-9
 
 
 def inclusion_by_importance(
@@ -103,7 +103,7 @@ def systematic(log_pi: Tensor, sizes: Tensor, phase: Tensor) -> Draws:
         phase: [..., R] float64 in [0, 1) with at most 32 random bits, so that phase + i is exact.
     """
     sizes = sizes.expand(log_pi.shape)
-    sure = log_pi >= _CERTAIN
+    sure = log_pi >= CERTAIN
     taken = torch.where(sure, sizes, 0)
     log_pi = log_pi.masked_fill(sure, 0.0)
     mass = torch.where(sure, 0.0, log_pi.exp() * sizes)
