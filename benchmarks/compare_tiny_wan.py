@@ -48,9 +48,10 @@ def all_set() -> list[Variant]:
 
 
 def ladder_set() -> list[Variant]:
-    """Return MC-Sparse's ladder: block, exact, token, grouping, residual; and residuals alone.
+    """Return MC-Sparse's ladder (block, exact, token, grouping, residual), residuals, and FAST.
 
-    All but the first reuse an anchor's plan for three steps, as exact selection must.
+    All of the ladder but the first rung reuse an anchor's plan for three steps, as exact selection
+    must. ScalingAttention's FAST budgets stand against uniform ones with and without warm-up.
     """
     import gossamer as gs
 
@@ -83,6 +84,11 @@ def ladder_set() -> list[Variant]:
             _variant(name, density, gs.Recipe(method=method, reuse=reuse))
             for name, method, reuse in rungs
         ]
+        for budgets in ("uniform", "fast"):
+            scaling = gs.ScalingAttention(profile="tiny-wan", density=density, budgets=budgets)
+            for name, steps in ((f"scaling-{budgets}", 0), (f"scaling-{budgets}-warm", 0.2)):
+                recipe = gs.Recipe(method=scaling, dense_steps=steps)
+                variants.append(_variant(name, density, recipe))
     return variants
 
 

@@ -29,21 +29,23 @@ from torch import Tensor
 import gossamer as gs
 from gossamer.calibration import FastObserver, Setup, WestObserver, measured_steps, merge_thresholds
 from gossamer.calibration import shards as store
-from gossamer.calibration.capture import Latent, latent_of
+from gossamer.calibration.capture import Latent, Observer, latent_of
 from gossamer.calibration.fast import measure, sampled_rows
 from gossamer.calibration.profile import write_profile
 from gossamer.cli.console import quiet_libraries
 from gossamer.cli.model import choose_model
 from gossamer.evaluation.environment import environment
 from gossamer.evaluation.files import write_json
-from gossamer.evaluation.generation import generate
+from gossamer.evaluation.generation import Generation, generate
 from gossamer.evaluation.metrics import psnr
+from gossamer.evaluation.settings import Settings
 from gossamer.evaluation.variants import dense_variant
 from gossamer.methods.scaling import ScalingAttention
 from gossamer.models import example_prompts
 from gossamer.select.fidelity import (
     ORIENTATIONS,
     Curves,
+    Solution,
     level_density,
     make_levels,
     solve_fast,
@@ -52,12 +54,18 @@ from gossamer.select.fidelity import (
 from gossamer.select.profile import resize_heads
 from gossamer.select.resize import Grid
 from gossamer.select.saliency import entry_levels, probabilities, threshold_mask
+from gossamer.session import AttentionEvent
 
 RESULTS = Path(__file__).parent / "results" / "scaling-tiny-wan.json"
 DENSITIES = (0.3, 0.5)
 THRESHOLDS = (0.1, 0.25, 0.5)
 ROWS = (2, 4, 8, 16, 32, 64)
 BLOCK = 128
+
+Size = tuple[int, int, int]
+"""Height, width, frames."""
+Kept = tuple[dict[str, Tensor], dict[str, Any]]
+"""Tensors and metadata of one file."""
 
 
 class Bench:
@@ -84,19 +92,22 @@ class Bench:
         self.calibrating = example_prompts()[-(2 if smoke else arguments.prompts) :]
         self.testing = example_prompts()[: 1 if smoke else arguments.tests]
 
-    def settings(self, size: tuple[int, int, int]) -> Any:
+    def settings(self, size: Size) -> Settings:
+        """Return what is generated at a size."""
         height, width, num_frames = size
         given = {"height": height, "width": width, "num_frames": num_frames, "steps": self.steps}
         return self.choice.settings(self.pipe, given)
 
-    def run(self, prompt: str, size: Any, recipe: gs.Recipe, seed: int, observer: Any) -> Any:
+    def run(
+        self, prompt: str, size: Size, recipe: gs.Recipe, seed: int, observer: Observer | None
+    ) -> Generation:
         """Generate under a recipe."""
         with quiet_libraries():
             return generate(
                 self.pipe, prompt, recipe, self.settings(size), seed=seed, observer=observer
             )
 
-    def kept(self, kind: str, facts: dict[str, Any], make: Callable[[], Any]) -> Any:
+    def kept(self, kind: str, facts: dict[str, Any], make: Callable[[], Kept]) -> Kept:
         """Return tensors and metadata from the scratch folder, made if they are not there."""
         key = store.key_of({"kind": kind, "setup": self.setup.to_dict(), **facts})
         path = self.scratch / f"{kind}-{key}.safetensors"
@@ -107,10 +118,10 @@ class Bench:
             store.save(path, kind, *found)
         return found
 
-    def maps(self, index: int, size: tuple[int, int, int]) -> tuple[Tensor, Grid]:
+    def maps(self, index: int, size: Size) -> tuple[Tensor, Grid]:
         """Return the threshold maps of one calibration prompt at a size."""
 
-        def make() -> Any:
+        def make() -> Kept:
             observer = WestObserver(self.setup)
             recipe = dense_variant().recipe
             self.run(self.calibrating[index], size, recipe, 1000 + index, observer)
@@ -120,7 +131,7 @@ class Bench:
         tensors, metadata = self.kept("west", facts, make)
         return tensors["thresholds"], tuple(metadata["grid"])
 
-    def union(self, size: tuple[int, int, int]) -> tuple[Tensor, Grid]:
+    def union(self, size: Size) -> tuple[Tensor, Grid]:
         """Return the united maps of all calibration prompts."""
         every = [self.maps(index, size) for index in range(len(self.calibrating))]
         return unite(every), every[0][1]
@@ -129,7 +140,7 @@ class Bench:
         """Return the fidelity curves of one profiling prompt."""
         levels = make_levels(thresholds.shape[-1])
 
-        def make() -> Any:
+        def make() -> Kept:
             observer = FastObserver(self.setup, thresholds, levels)
             recipe = dense_variant().recipe
             self.run(self.calibrating[index], self.large, recipe, 1000 + index, observer)
@@ -176,7 +187,7 @@ def recall(got: Tensor, native: Tensor, p: float) -> dict[str, float]:
     mask, want = threshold_mask(got, p), threshold_mask(native, p)
     found = (mask & want).sum() / want.sum()
     number = want.flatten(-2).sum(-1, keepdim=True)
-    rank = got.float().flatten(-2).argsort(-1, stable=True).argsort(-1, stable=True)
+    rank = got.float().flatten(-2).argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
     equal = (rank < number).view_as(want)
     return {
         "p": p,
@@ -230,7 +241,7 @@ def quality(bench: Bench, index: int, name: str, method: ScalingAttention) -> fl
     """Return the PSNR of a sparse generation to the dense one, both kept."""
 
     def frames(label: str, recipe: gs.Recipe) -> Tensor:
-        def make() -> Any:
+        def make() -> Kept:
             made = bench.run(bench.testing[index], bench.large, recipe, index, None)
             return {"frames": made.frames}, {}
 
@@ -255,7 +266,7 @@ class Keep:
         self.calls: dict[tuple[int, int], Latent] = {}
         self._wanted = {(step, layer) for step in steps for layer in layers}
 
-    def __call__(self, event: Any) -> None:
+    def __call__(self, event: AttentionEvent) -> None:
         """Keep one call."""
         place = (event.call.step, event.call.layer)
         latent = latent_of(event) if place in self._wanted - set(self.calls) else None
@@ -361,7 +372,7 @@ def profiling(bench: Bench) -> list[dict[str, Any]]:
     )
     levels = make_levels(thresholds.shape[-1])
 
-    def mask(table: Any) -> Tensor:
+    def mask(table: Solution) -> Tensor:
         return threshold_mask(thresholds, levels[table.level][..., None, None])
 
     rows = []

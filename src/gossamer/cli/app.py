@@ -11,10 +11,12 @@ import typer
 from typer.core import TyperGroup
 
 import gossamer as gs
+from gossamer.cli.calibrate import calibrate
 from gossamer.cli.compare import compare
 from gossamer.cli.console import say
 from gossamer.cli.doctor import doctor
 from gossamer.cli.errors import EXPECTED, Interrupted, describe
+from gossamer.cli.fidelity import fidelity
 from gossamer.cli.generate import generate
 from gossamer.cli.methods import methods
 from gossamer.cli.report import report
@@ -94,7 +96,7 @@ def root(
         typer.echo(context.get_help())
 
 
-for _command in (doctor, methods, generate, compare, report):
+for _command in (doctor, methods, generate, compare, fidelity, calibrate, report):
     app.command()(_command)
 
 

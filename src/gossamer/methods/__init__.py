@@ -21,6 +21,7 @@ from gossamer.methods.moba import MoBA
 from gossamer.methods.nsa import NSA
 from gossamer.methods.pisa import PISA
 from gossamer.methods.radial import Radial
+from gossamer.methods.scaling import ScalingAttention
 from gossamer.methods.sliding_window import SlidingWindow
 from gossamer.methods.sol import SolAttn
 from gossamer.methods.sparge import SpargeAttn
@@ -50,6 +51,7 @@ __all__ = [
     "Method",
     "MoBA",
     "Radial",
+    "ScalingAttention",
     "SlidingWindow",
     "SolAttn",
     "SpargeAttn",
