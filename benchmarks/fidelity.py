@@ -22,6 +22,29 @@ CAPTURE = ROOT / "tests" / "data" / "tiny-wan-capture.safetensors"
 RESULTS = ROOT / "benchmarks" / "results" / "fidelity.json"
 
 
+def ladder() -> list[object]:
+    """Return MC-Sparse's rungs below its own: how much each choice adds at equal density."""
+    import gossamer as gs
+    from gossamer.evaluation.fidelity import DENSITIES
+    from gossamer.evaluation.variants import Variant
+
+    rungs = {
+        "mc-block-pooled": {"block": 128, "scores": "pooled", "grouping": "none"},
+        "mc-block-exact": {"block": 128, "grouping": "none"},
+        "mc-token-pooled": {"scores": "pooled", "grouping": "none"},
+        "mc-token-exact": {"grouping": "none"},
+    }
+    return [
+        Variant(
+            name=name,
+            recipe=gs.Recipe(method=gs.MCSparse(density=density, **params)),
+            density_asked=density,
+        )
+        for density in DENSITIES
+        for name, params in rungs.items()
+    ]
+
+
 def main() -> None:
     """Measure what is missing, and write the results once nothing is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -51,7 +74,10 @@ def main() -> None:
     inputs = {"tiny-wan": Capture.open(CAPTURE)}
     inputs |= {name: structured_set(name, grid=grid).capture() for name in NAMED_SETS}
     names = None if arguments.methods is None else arguments.methods.split(",")
-    spec = Fidelity(inputs=inputs, variants=choose_variants(names), seeds=arguments.seeds)
+    variants = choose_variants(names)
+    if names is None:
+        variants += ladder()
+    spec = Fidelity(inputs=inputs, variants=variants, seeds=arguments.seeds)
     start, said = time.monotonic(), [""]
 
     def show(progress: object) -> None:

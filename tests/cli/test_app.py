@@ -92,11 +92,11 @@ P = "a red star moves"
         # unknown names, with the nearest
         (["compre"], ["No such command 'compre'", "compare"]),
         (["generate", P, "--stepz", "3"], ["No such option: --stepz", "--steps"]),
-        (["methods", "svg3"], ["unknown method 'svg3'; did you mean 'svg2'?"]),
-        (["generate", P, "--method", "svg3"], ["unknown method 'svg3'; did you mean 'svg2'?"]),
+        (["methods", "svg22"], ["unknown method 'svg22'; did you mean 'svg2'?"]),
+        (["generate", P, "--method", "svg22"], ["unknown method 'svg22'; did you mean 'svg2'?"]),
         (["generate", P, "--kernel", "tritn"], ["unknown kernel 'tritn'"]),
-        (["generate", P, "--recipe", "svg3"], ["no recipe 'svg3'", "did you mean 'svg2'?"]),
-        (["compare", P, "--methods", "svg3@.2"], ["unknown method 'svg3'; did you mean 'svg2'?"]),
+        (["generate", P, "--recipe", "svg22"], ["no recipe 'svg22'", "did you mean 'svg2'?"]),
+        (["compare", P, "--methods", "svg22@.2"], ["unknown method 'svg22'; did you mean 'svg2'?"]),
         (["generate", P, "--model", "tiny-wam"], ["unknown model 'tiny-wam'", "'tiny-wan'"]),
         # budgets
         (["generate", P, "--density", "nan"], ["above 0 and at most 1"]),

@@ -89,7 +89,7 @@ def test_shipped_recipes_load(name: str) -> None:
             "dense_step = 1\n[method]\nname = 'svg2'",
             "unknown key 'dense_step': did you mean 'dense_steps'",
         ),
-        ("[method]\nname = 'svg3'", "unknown method 'svg3': did you mean 'svg2'"),
+        ("[method]\nname = 'svg22'", "unknown method 'svg22': did you mean 'svg2'"),
         ("[method]\nname = 'svg2'\nmas = 1", "svg2 has no parameter 'mas': did you mean 'mass'"),
         ("[method]\nname = 'svg2'\nmass = 2.0", "mass=2.0 must be a number with 0 < mass <= 1"),
         ("[method]\nname = 'svg2'\nmass = 'much'", "mass='much' must be a number"),

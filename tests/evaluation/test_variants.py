@@ -38,7 +38,7 @@ def test_the_schedule_goes_into_the_recipe():
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("svg3@.2", "unknown method 'svg3'; did you mean 'svg2'"),
+        ("svg22@.2", "unknown method 'svg22'; did you mean 'svg2'"),
         ("instagen-unifrom@.2", "did you mean 'instagen-uniform'"),
         ("zzz", "unknown method 'zzz'; known: dense, "),
         ("", "unknown method ''"),

@@ -21,9 +21,10 @@ import diffusers
 import numpy as np
 import torch
 from captions import COLOURS, MOTIONS, SHAPES, Scene, all_scenes
-from data import RGB, STEPS, Bank, Composer, signed_distance
 from diffusers import WanPipeline
 from PIL import Image
+
+from data import RGB, STEPS, Bank, Composer, signed_distance
 
 MODEL = Path(__file__).resolve().parents[2] / "src" / "gossamer" / "models" / "tiny_wan"
 RESULT = Path(__file__).with_name("check_prompts.json")

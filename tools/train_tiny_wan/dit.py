@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from build import build_text_encoder, build_transformer, build_vae
 from captions import build_tokenizer, caption
 from config import CONFIG_FILE, Config, PoolSize, load
-from data import Bank, Composer
 from diffusers import AutoencoderKLWan, WanTransformer3DModel
 from muon import Muon
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import UMT5EncoderModel
+
+from data import Bank, Composer
 
 
 def load_vae(config: Config, folder: Path) -> AutoencoderKLWan:

@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from build import build_vae
 from config import CONFIG_FILE, Config, load
-from data import Bank, Composer
 from diffusers import AutoencoderKLWan
 from PIL import Image
 from safetensors.torch import load_file
+
+from data import Bank, Composer
 
 
 def calm(vae: AutoencoderKLWan) -> None:

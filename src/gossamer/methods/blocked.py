@@ -13,7 +13,9 @@ from gossamer.call import Call
 from gossamer.group import block_means
 from gossamer.methods.base import Method, State, check_count, check_share, logit_scale
 from gossamer.plan import KeyBlocks, SparsePlan
-from gossamer.select import BlockLayout, block_layout, spread_budget, top_blocks
+from gossamer.select import BlockLayout, block_layout
+from gossamer.select.spans import visible_pairs
+from gossamer.select.whole_head import top_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +26,9 @@ class BlockedMethod(Method):
     which are kept under it.
 
     Attributes:
-        density: Share of the visible blocks of a row, best scores first; fractions are spread over
-            the rows, so that the whole plan meets it. None: the method's own budget.
+        density: Share of the visible pairs, equal in all rows, best scores first. Blocks cut by a
+            causal edge or by the end cost what they hold, so the whole plan meets it to half a
+            block. None: the method's own budget.
         block: Keys per block.
         tile: Queries per tile.
     """
@@ -69,17 +72,16 @@ class BlockedMethod(Method):
     ) -> SparsePlan:
         """Score pairs of tiles and blocks and keep the best of each row."""
         del state
-        layout = block_layout(
-            call, q.shape[2], k.shape[2], tile=self.tile, block=self.block, device=q.device
-        )
+        lengths, sizes = (q.shape[2], k.shape[2]), {"tile": self.tile, "block": self.block}
+        layout = block_layout(call, *lengths, **sizes, device=q.device)
         scores = self._scores(q, k, v, call, layout).masked_fill(~layout.possible, -torch.inf)
         if self.density is not None:
-            count = spread_budget(self.density, layout, scores.shape[2])
-            keep = top_blocks(scores, count.expand(*scores.shape[:2], -1), forced=layout.forced)
+            pairs = visible_pairs(call, *lengths, **sizes, device=q.device)
+            keep = top_rows(scores, pairs, self.density, layout)
         else:
             keep = self._own(scores, layout)
             keep = keep if layout.forced is None else keep | layout.forced
-        return block_plan(keep, q.shape[2], k.shape[2], call, tile=self.tile, block=self.block)
+        return block_plan(keep, *lengths, call, **sizes)
 
 
 def pooled_scores(q: Tensor, k: Tensor, call: Call, *, tile: int, block: int) -> Tensor:

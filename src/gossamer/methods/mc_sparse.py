@@ -24,7 +24,7 @@ from gossamer.methods.base import (
 )
 from gossamer.methods.blocked import trimmed
 from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan
-from gossamer.select import BlockLayout, block_layout, spread_budget, top_blocks
+from gossamer.select import block_layout
 from gossamer.select.exact import (
     FullAttention,
     Part,
@@ -34,6 +34,8 @@ from gossamer.select.exact import (
     stream_pooled,
     top_keys,
 )
+from gossamer.select.spans import visible_pairs
+from gossamer.select.whole_head import top_rows
 
 _GROUPINGS = ("pddp", "kmeans", "none")
 _SCORES = ("exact", "pooled")
@@ -302,7 +304,13 @@ class MCSparse(Method):
                 total = total / sees.sum(-1).clamp(min=1)
             by_block[part.batch, part.head, part.tile] = total.to(by_block.dtype)
         by_block.masked_fill_(~layout.possible, -torch.inf)
-        keep = _keep_blocks(by_block, layout, self.density)
+        lengths, sizes = (tiles.num_queries, num_keys), {"tile": self.tile, "block": self.block}
+        if self.grouping == "none":
+            pairs = visible_pairs(call, *lengths, **sizes, device=device)
+        else:  # groups see all keys, and every tile counts the same
+            num_valid = (layout.share * self.block).round().long()
+            pairs = num_valid.expand(-1, -1, shape[2], -1)
+        keep = top_rows(by_block, pairs, self.density, layout)
         return trimmed(KeyBlocks.from_mask(keep, block=self.block))
 
 
@@ -336,32 +344,3 @@ def _keep_pairs(score: Tensor, part: Part, tiles: Tiles, valid: Tensor, density:
     within = before + spent.double() / 2 <= budget
     within[..., 0] = True
     return torch.zeros_like(sees).scatter_(-1, order, within) & sees
-
-
-def _keep_blocks(score: Tensor, layout: BlockLayout, density: float) -> Tensor:
-    """Keep the best blocks of each row so that the whole plan meets the density.
-
-    Args:
-        score: [B, H, R, C]; -inf where the layout allows nothing.
-        layout: The blocks that tiles may read.
-        density: Share of the visible pairs.
-
-    Returns:
-        [B, H, R, C] bool.
-    """
-    count = spread_budget(density, layout, score.shape[2])
-    if layout.forced is None or density >= 1:
-        return top_blocks(score, count.expand(score.shape[:3]), forced=layout.forced)
-    # Blocks at the causal edge have the least mass, as few queries see them, and cost the least: a
-    # number of blocks would be spent on whole ones. Spend what that number costs on average.
-    share = layout.share
-    first = (share * layout.forced).sum(-1)
-    rest = (share.sum(-1) - first).sum(-1, keepdim=True)
-    others = ((share > 0).sum(-1) - 1).clamp(min=0).sum(-1, keepdim=True)
-    target = first + (count - 1) * rest / others.clamp(min=1)  # [B|1, 1, R]
-    order = score.masked_fill(layout.forced, torch.inf)
-    order = torch.argsort(order, dim=-1, descending=True, stable=True)
-    cost = share.expand(score.shape).gather(-1, order)
-    within = cost.cumsum(-1) - cost / 2 <= target[..., None]
-    within[..., 0] = True
-    return torch.zeros_like(within).scatter_(-1, order, within) & layout.possible

@@ -14,8 +14,8 @@ from gossamer.group.places import place_means
 from gossamer.methods.base import Method, State, check_count, check_share, logit_scale, register
 from gossamer.methods.blocked import trimmed
 from gossamer.plan import KeyBlocks, SparsePlan
-from gossamer.select import top_blocks
-from gossamer.select.spread import take_spread
+from gossamer.select import BlockLayout, top_blocks
+from gossamer.select.whole_head import top_rows
 
 _CHUNK = 2048  # keys per chunk in the paper's long-context runs
 _LEAST_CHUNKS = 32  # of a sequence too short for these
@@ -84,7 +84,7 @@ class MoBA(Method):
         if self.density is None:
             keep = self._union(q, mean_k, layout)
         else:
-            keep = self._mean(q, mean_k, layout, call)
+            keep = self._mean(q, mean_k, layout)
         possible = layout.pairs > 0
         keep = keep & possible
         first = possible & (possible.long().cumsum(-1) == 1)
@@ -109,16 +109,16 @@ class MoBA(Method):
             return self.chunk
         return min(_CHUNK, -(-num_keys // (64 * _LEAST_CHUNKS)) * 64)
 
-    def _mean(self, q: Tensor, mean_k: Tensor, layout: _Layout, call: Call) -> Tensor:
+    def _mean(self, q: Tensor, mean_k: Tensor, layout: _Layout) -> Tensor:
         """Keep what the density pays for by the mean gate of each tile, [B, H, R, C] bool."""
         # A query's gates are linear in it, so that their mean is the gate of the mean.
         mean_q, _ = place_means(q, layout.places, valid=layout.valid_queries)
         gate = _gates(mean_q, mean_k).masked_fill(layout.pairs == 0, -torch.inf)
         if self.density is None or self.density >= 1:
             return gate > -torch.inf
-        budget = layout.pairs.sum(-1).double() * self.density
         forced = None if layout.own is None else layout.own.expand(gate.shape)
-        return take_spread(gate, layout.pairs, budget, forced=forced, carry=call.causal)
+        blocks = BlockLayout(layout.pairs > 0, layout.pairs.double(), forced)
+        return top_rows(gate, layout.paid, self.density, blocks)
 
     def _union(self, q: Tensor, mean_k: Tensor, layout: _Layout) -> Tensor:
         """Keep what any query of each tile chooses, [B, H, R, C] bool."""
@@ -159,6 +159,7 @@ class _Layout(NamedTuple):
         places: [R, tile] int64, the query at each place, -1 for none.
         valid_queries: [B|1, N] bool, queries that are no padding; None where that is unknown.
         pairs: [B|1, 1, R, C] int64, visible pairs of each tile and chunk.
+        paid: [B|1, 1, R, C] int64, those of valid queries, which budgets are made of.
         own: [B|1, 1, R, C] bool, the chunks that each tile reads in any case: its own, and the one
             before where padding leaves some of its queries nothing in it; None without own chunks.
     """
@@ -166,6 +167,7 @@ class _Layout(NamedTuple):
     places: Tensor
     valid_queries: Tensor | None
     pairs: Tensor
+    paid: Tensor
     own: Tensor | None
 
 
@@ -183,10 +185,15 @@ def _lay_out(q: Tensor, k: Tensor, call: Call, chunk: int, tile: int) -> _Layout
     running = torch.nn.functional.pad(valid.long().cumsum(-1), (1, 0))  # [B|1, S + 1]
     begin = torch.arange(0, num_keys, chunk, device=device)  # [C]
     size = running[:, (begin + chunk).clamp(max=num_keys)] - running[:, begin]  # [B|1, C]
-    pairs = (is_query.sum(1)[:, None] * size[:, None])[:, None]  # [B|1, 1, R, C]
     valid_queries = call.key_valid if num_queries == num_keys else None
+    counted = is_query[None]
+    if valid_queries is not None:
+        counted = counted & valid_queries[:, places.clamp(min=0)]  # [B|1, R, tile]
+    pairs, paid = (
+        (x.sum(-1)[..., None] * size[:, None])[:, None] for x in (is_query[None], counted)
+    )  # [B|1, 1, R, C]
     if not aligned:
-        return _Layout(places, valid_queries, pairs, None)
+        return _Layout(places, valid_queries, pairs, paid, None)
     column = torch.arange(len(begin), device=device)
     number = (position[:, :1] // chunk)[None, None]  # [1, 1, R, 1], below 0 before the first key
     own = column == number
@@ -195,13 +202,15 @@ def _lay_out(q: Tensor, k: Tensor, call: Call, chunk: int, tile: int) -> _Layout
         own_begin = (number[0, 0] * chunk).clamp(min=0)
         seen = running[:, (position + 1).clamp(0, num_keys)] - running[:, own_begin]
         seen = torch.where(is_query & (position >= 0), seen, 0)  # [B|1, R, tile]
-        inside = torch.where(own, seen.sum(-1)[:, None, :, None], 0)
-        pairs = torch.where(column < number, pairs, inside)
+        pairs, paid = (
+            torch.where(column < number, x, own * y.sum(-1)[:, None, :, None])
+            for x, y in ((pairs, seen), (paid, seen * counted))
+        )
         blind = (is_query & (position >= 0) & (seen == 0)).any(-1)[:, None, :, None]
         earlier = torch.where((size > 0)[:, None, None] & (column < number), column, -1)
         blind = blind & (pairs * own > 0).any(-1, keepdim=True)  # else gates choose among all
         own = own | (blind & (earlier >= 0) & (earlier == earlier.amax(-1, keepdim=True)))
-    return _Layout(places, valid_queries, pairs, own & (pairs > 0))
+    return _Layout(places, valid_queries, pairs, paid, own & (pairs > 0))
 
 
 def _positions(start: int, stop: int, chunk: int, tile: int, device: torch.device) -> Tensor:

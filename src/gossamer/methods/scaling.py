@@ -26,7 +26,8 @@ from gossamer.select.profile import (
 )
 from gossamer.select.resize import Grid, token_order
 from gossamer.select.saliency import block_saliency, threshold_map, threshold_mask
-from gossamer.select.spread import take_spread
+from gossamer.select.spans import visible_pairs
+from gossamer.select.whole_head import top_rows
 
 _BLOCK = 128
 _DENSITY = 0.5  # the paper's main setting
@@ -162,14 +163,10 @@ class ScalingAttention(Method):
             density = 1.0 if self.density is None else self.density
             # Blocks are paid for by the pairs visible in them: the best ones are seldom those at a
             # causal edge, which hold few.
-            pairs = layout.share.expand(-1, -1, saliency.shape[2], -1)
-            keep = take_spread(
-                saliency,
-                pairs,
-                pairs.sum(-1) * density,
-                forced=layout.forced,
-                carry=call.causal,
+            pairs = visible_pairs(
+                call, q.shape[2], k.shape[2], tile=block, block=block, device=q.device
             )
+            keep = top_rows(saliency, pairs, density, layout)
         else:
             if layout.forced is not None:  # a causal edge block enters first
                 saliency = saliency.masked_fill(layout.forced, torch.inf)

@@ -13,14 +13,14 @@ from gossamer.errors import PlanError
 from gossamer.group import block_means
 from gossamer.group.similarity import self_similarity
 from gossamer.methods.base import check_share, logit_scale, register
-from gossamer.methods.budgeted import BudgetedMethod
+from gossamer.methods.blocked import BlockedMethod
 from gossamer.select import BlockLayout, top_mass
 from gossamer.select.spans import valid_queries
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class SpargeAttn(BudgetedMethod):
+class SpargeAttn(BlockedMethod):
     """Keep blocks by mean-pooled score, and compute whatever a mean does not represent.
 
     The mean key of a head is taken from its keys (smoothing). Queries are averaged over tiles, keys

@@ -12,7 +12,7 @@ from gossamer.call import Call
 from gossamer.errors import PlanError
 from gossamer.group.antidiagonal import Strides, antidiagonal_mass
 from gossamer.methods.base import check_count, check_share, logit_scale, register
-from gossamer.methods.budgeted import BudgetedMethod
+from gossamer.methods.blocked import BlockedMethod
 from gossamer.select import BlockLayout
 from gossamer.select.mass_beside import top_mass_beside
 from gossamer.select.spans import valid_queries
@@ -20,7 +20,7 @@ from gossamer.select.spans import valid_queries
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class XAttention(BudgetedMethod):
+class XAttention(BlockedMethod):
     """Keep the blocks that hold most of a mass estimated from anti-diagonals.
 
     Tokens are grouped by `stride`. The logit of a query group a and a key group b is the mean over

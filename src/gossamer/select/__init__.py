@@ -1,6 +1,6 @@
 """How keys are chosen from scores, and how the chosen ones become lists."""
 
-from gossamer.select.layout import BlockLayout, block_layout, spread_budget
+from gossamer.select.layout import BlockLayout, block_layout
 from gossamer.select.lists import list_draws, list_keys
 from gossamer.select.mass import top_mass
 from gossamer.select.sample import (
@@ -19,7 +19,6 @@ __all__ = [
     "inclusion_uniform",
     "list_draws",
     "list_keys",
-    "spread_budget",
     "systematic",
     "take_clusters",
     "top_blocks",

@@ -69,31 +69,3 @@ def _ramp(x: Tensor, block: int) -> Tensor:
     """Return the sum of clamp(t, 0, block) over integers t up to x."""
     inside = x.clamp(0, block)
     return inside * (inside + 1) // 2 + (x - block).clamp(min=0) * block
-
-
-def spread_budget(density: float, layout: BlockLayout, num_rows: int) -> Tensor:
-    """Return how many blocks each row keeps so that the whole plan meets the density.
-
-    Each row keeps one block, the forced one if there is one. What the density leaves beside these
-    accumulates over the rows, and rounding the running sum spreads its fractions.
-
-    Args:
-        density: Share of the visible pairs.
-        layout: The blocks that rows may read.
-        num_rows: R.
-
-    Returns:
-        [B|1, 1, R] int64, at least 1.
-    """
-    share = layout.share.expand(-1, -1, num_rows, -1)
-    total, number = share.sum(-1), (share > 0).sum(-1)
-    if density >= 1:
-        return number.clamp(min=1)
-    mean = total / number.clamp(min=1)
-    first = mean if layout.forced is None else (share * layout.forced).sum(-1)
-    # One of the other blocks, on average: those at a causal edge are visible in part.
-    rest = (total - first).sum(-1, keepdim=True)
-    each = rest / (number - 1).clamp(min=0).sum(-1, keepdim=True).clamp(min=1)
-    left = ((total * density - first) / torch.where(each > 0, each, 1.0)).cumsum(-1)
-    more = left.clamp(min=0).cummax(-1).values.round().long()
-    return 1 + torch.diff(more, dim=-1, prepend=torch.zeros_like(more[..., :1]))

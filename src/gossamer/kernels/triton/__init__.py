@@ -48,8 +48,9 @@ class TritonKernel:
         self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float
     ) -> AttentionOutput:
         """Run the plan, one program per tile."""
-        from gossamer.kernels.triton.forward import forward
+        from gossamer.kernels.triton import forward as module
 
+        forward: Any = module.forward  # Triton's types do not know that it takes a grid
         batch, heads, num_queries, dim = q.shape
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
