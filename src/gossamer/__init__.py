@@ -5,6 +5,7 @@ answer is a `SparsePlan`, and everything else is written once for all of them.
 """
 
 from gossamer.attention import attend, sparse_attention
+from gossamer.budgets import Budgets
 from gossamer.call import Call
 from gossamer.errors import (
     GossamerError,
@@ -62,6 +63,7 @@ __all__ = [
     "VSA",
     "AttentionOutput",
     "BlockTopK",
+    "Budgets",
     "Call",
     "Clear",
     "Dense",

@@ -28,6 +28,8 @@ class Call:
         causal: Query i sees key j iff j <= i + S - N (bottom-right aligned).
         scale: Factor on the logits; None for 1/sqrt(D) of the true head dim.
         head_offset: Global index of this process's first head (tensor or Ulysses parallelism).
+        heads: Global index of each query head given, where they do not follow one another; KV heads
+            with all of their query heads. None: consecutive from `head_offset` on.
         num_heads: Global number of heads; None for the heads given.
         seed: Seed of every random number that planning draws.
 
@@ -46,6 +48,7 @@ class Call:
     causal: bool = False
     scale: float | None = None
     head_offset: int = 0
+    heads: tuple[int, ...] | None = None
     num_heads: int | None = None
     seed: int = 0
 
@@ -58,6 +61,10 @@ class Call:
                 raise PlanError(f"call.{name}={index}: must be at least 0{bound}")
         if self.head_offset < 0:
             raise PlanError(f"call.head_offset={self.head_offset}: must be at least 0")
+        if self.heads is not None and (self.head_offset or min(self.heads, default=0) < 0):
+            raise PlanError(
+                f"call.heads={self.heads}: must be global indices >= 0, without a head_offset"
+            )
         if self.grid is not None and (len(self.grid) != 3 or min(self.grid) < 1):
             raise PlanError(f"call.grid={self.grid}: must be (frames, rows, columns), each >= 1")
         if self.text is not None and not 0 <= self.text[0] <= self.text[1]:
@@ -75,6 +82,17 @@ class Call:
     def text_length(self) -> int:
         """Number of text tokens in the joint sequence."""
         return 0 if self.text is None else self.text[1] - self.text[0]
+
+    def head_ids(self, num_heads: int, device: torch.device) -> Tensor:
+        """Return the global index of each of the query heads given, [H] int64."""
+        if self.heads is not None:
+            return torch.tensor(self.heads, dtype=torch.int64, device=device)
+        return torch.arange(num_heads, device=device) + self.head_offset
+
+    def kv_head_ids(self, num_heads: int, num_kv_heads: int, device: torch.device) -> Tensor:
+        """Return the global index of each of the KV heads given, [Hk] int64."""
+        group = num_heads // num_kv_heads
+        return self.head_ids(num_heads, device)[::group] // group
 
     def latent(self, key_valid: Tensor | None) -> Call:
         """Return this call for its latent tokens alone: no text span, `key_valid` [B, S_latent]."""

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from gossamer.budgets import Budgets
 from gossamer.errors import PlanError, RecipeError
 from gossamer.kernels import list_kernels
 from gossamer.methods import Method, get_method
@@ -22,7 +23,7 @@ from gossamer.schedule import Schedule, check_schedule
 # Below this many tokens planning costs more than it saves (CPU, 2 cores: dense attention of 1,024
 # tokens takes 1.2 ms a head, a cold plan alone 2 ms).
 MIN_TOKENS = 1024
-_TABLES = ("method", "reuse", "order")
+_TABLES = ("method", "reuse", "budgets", "order")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class Recipe:
         dense_layers: Layers that stay dense, in the same forms.
         min_tokens: Calls with fewer queries go dense, and the record says so.
         reuse: Whether plans are kept over steps and corrected by a residual; None: plan each step.
+        budgets: How the method's density is shared out over steps, layers and heads; None: equally.
         order: In which order tiles are launched, such as `WaveAlign()`; None: as planned.
         kernel: One of `list_kernels()`, or "auto".
 
@@ -48,6 +50,7 @@ class Recipe:
     dense_layers: Schedule = 0
     min_tokens: int = MIN_TOKENS
     reuse: Reuse | None = None
+    budgets: Budgets | None = None
     order: Order | None = None
     kernel: str = "auto"
 
@@ -64,6 +67,10 @@ class Recipe:
             raise RecipeError(f"min_tokens={tokens!r}: must be an integer >= 0")
         if self.reuse is not None and not isinstance(self.reuse, Reuse):
             raise RecipeError(f"reuse={self.reuse!r}: must be gossamer.Reuse(...) or None")
+        if self.budgets is not None and not isinstance(self.budgets, Budgets):
+            raise RecipeError(f"budgets={self.budgets!r}: must be gossamer.Budgets(...) or None")
+        if self.budgets is not None and self.method.params().get("density") is None:
+            raise RecipeError(f"budgets share out a density, and {self.method.name} was given none")
         if self.order is not None and not isinstance(self.order, Order):
             raise RecipeError(f"order={self.order!r}: must be gossamer.WaveAlign(...) or None")
         if self.kernel != "auto" and self.kernel not in list_kernels():
@@ -80,6 +87,8 @@ class Recipe:
         lines += _table("method", {"name": self.method.name, **self.method.params()})
         if self.reuse is not None:
             lines += _table("reuse", self.reuse.params())
+        if self.budgets is not None:
+            lines += _table("budgets", self.budgets.params())
         if self.order is not None:
             lines += _table("order", {"name": self.order.name, **self.order.params()})
         return "\n".join(lines).lstrip("\n") + "\n"
@@ -107,15 +116,16 @@ class Recipe:
         _check_keys("", table, [field.name for field in fields(cls)])
         method = _named("method", table.pop("method", None), "instagen")
         order = table.pop("order", None)
-        reuse = table.pop("reuse", None)
+        parts = {"reuse": Reuse, "budgets": Budgets}
+        given = {key: table.pop(key) for key in parts if key in table}
         try:
             if order is not None:
                 table["order"] = get_order(**_named("order", order, "wavealign"))
-            if isinstance(reuse, dict):
-                _check_keys("reuse: ", reuse, [field.name for field in fields(Reuse)])
-                table["reuse"] = Reuse(**reuse)
-            elif reuse is not None:
-                raise RecipeError(f"reuse={reuse!r}: must be a [reuse] table, e.g. every = 4")
+            for key, value in given.items():
+                if not isinstance(value, dict):
+                    raise RecipeError(f"{key}={value!r}: must be a [{key}] table")
+                _check_keys(f"{key}: ", value, [field.name for field in fields(parts[key])])
+                table[key] = parts[key](**value)
             return cls(method=get_method(**method), **table)
         except (PlanError, TypeError) as error:
             raise RecipeError(str(error)) from error

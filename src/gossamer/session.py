@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from gossamer.attention import attend
+from gossamer.budgets import plan_by_heads
 from gossamer.call import Call
 from gossamer.kernels import DENSE_KERNEL, choose_kernel, dense_attention
 from gossamer.methods import Dense, check_tensors
@@ -275,7 +276,13 @@ class Session:
 
         Full attention is None where it is not asked for, or not computed on the way to the plan.
         """
-        method, full = self.recipe.method, None
+        method, full, budgets = self.recipe.method, None, self.recipe.budgets
+        if budgets is not None:
+            state = self._states.setdefault((call.layer, call.branch), {})
+            density = float(method.params()["density"])
+            each = budgets.densities(density, call, q.shape[1])
+            plan = plan_by_heads(method, (q, k, v), call, each, budgets.groups, state)
+            return *self._ordered(plan), None
         static = method.static_key(call)
         if static is None or call.key_valid is not None:
             state = self._states.setdefault((call.layer, call.branch), {})

@@ -11,7 +11,7 @@ from cases import Shape, shapes
 from gossamer.group import Draw, block_means, kmeans, pack_tiles, sort_by_group
 from gossamer.group.kmeans import kmeans as run_kmeans
 
-DRAW = Draw(seed=0, layer=0, step=0, head_offset=0, salt=0)
+DRAW = Draw(seed=0, layer=0, step=0, heads=torch.arange(64), salt=0)
 
 
 @given(shapes(self_attention=True), st.integers(1, 12))
@@ -67,7 +67,7 @@ def test_a_converged_head_stops_and_others_go_on() -> None:
     both = torch.cat([settled, restless], dim=1)
     together = kmeans(both, 4, draw=DRAW, iterations=6)
     for head, x in enumerate((settled, restless)):
-        alone = kmeans(x, 4, draw=DRAW._replace(head_offset=head), iterations=6)
+        alone = kmeans(x, 4, draw=DRAW._replace(heads=DRAW.heads + head), iterations=6)
         torch.testing.assert_close(together.centroids[:, head], alone.centroids[:, 0])
 
 
@@ -105,7 +105,7 @@ def test_chunks_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_initial_centroids_depend_on_the_global_head_alone() -> None:
     x = torch.randn(1, 1, 100, 4).expand(1, 4, -1, -1)
     every = kmeans(x, 5, draw=DRAW, iterations=1)
-    upper = kmeans(x[:, 2:], 5, draw=DRAW._replace(head_offset=2), iterations=1)
+    upper = kmeans(x[:, 2:], 5, draw=DRAW._replace(heads=DRAW.heads + 2), iterations=1)
     assert torch.equal(every.centroids[:, 2:], upper.centroids)
     assert not torch.equal(every.centroids[:, :2], upper.centroids)
 

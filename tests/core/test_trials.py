@@ -17,7 +17,7 @@ from gossamer.select.lists import list_trials
 from gossamer.select.trials import Trials, expected_distinct, poisson, with_replacement
 from gossamer.testing import Shape, assert_matches, attention, tolerance
 
-DRAW = Draw(seed=3, layer=1, step=2, head_offset=0, salt=2)
+DRAW = Draw(seed=3, layer=1, step=2, heads=torch.arange(64), salt=2)
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,13 +36,15 @@ def co_cluster(
         iterations: k-means iterations on either side.
     """
     valid_q = call.key_valid if q.shape[2] == k.shape[2] else None
-    draw = Draw(call.seed, call.layer, call.step, call.head_offset, salt=0)
+    heads = call.head_ids(q.shape[1], q.device)
+    draw = Draw(call.seed, call.layer, call.step, heads, salt=0)
     keys, group = pairs.key_clusters, q.shape[1] // k.shape[1]
     metric = _metric(keys.centroids, keys.sizes)  # [B, Hk, D, D]
     of_query = metric.repeat_interleave(group, dim=1)
     queries = _regroup(q, pairs.queries, of_query, valid_q, draw, iterations)
     # A KV head is seen by all queries of its group.
     centroids, sizes = (x.unflatten(1, (-1, group)).flatten(2, 3) for x in _named(queries))
+    draw = draw._replace(heads=call.kv_head_ids(q.shape[1], k.shape[1], k.device))
     keys = _regroup(k, keys, _metric(centroids, sizes), call.key_valid, draw, iterations)
     return pair(queries, keys, pairs.active_keys, call.key_valid, scale)
 

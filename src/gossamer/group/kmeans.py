@@ -38,14 +38,14 @@ class Draw(NamedTuple):
         seed: The call's seed.
         layer: Index of the layer.
         step: Index of the denoising step.
-        head_offset: Global index of the first head.
+        heads: [H] int64, global index of each head; what lies behind those clustered is not used.
         salt: Tells uses within one call apart (queries, keys).
     """
 
     seed: int
     layer: int
     step: int
-    head_offset: int
+    heads: Tensor
     salt: int
 
 
@@ -110,7 +110,7 @@ def _initial(
     batch, heads, length, dim = x.shape
     device = x.device
     cluster = torch.arange(num_clusters, device=device)
-    head = torch.arange(heads, device=device)[:, None] + draw.head_offset
+    head = draw.heads[:heads, None]
     at = uniform(draw.salt, draw.seed, draw.layer, draw.step, head, cluster, device=device)
     strata = num_clusters if active is None else active.clamp(min=1)[:, None, None]
     share = (cluster + at) / strata  # [H, C] or [B, H, C], of the valid tokens

@@ -72,8 +72,8 @@ def cluster_pairs(
         state: Centroids of the previous step, read and replaced; None starts cold and keeps none.
     """
     queries = cluster_queries(q, k.shape[2], call, settings, state)
-    head = call.head_offset // (q.shape[1] // k.shape[1])
-    draw = Draw(call.seed, call.layer, call.step, head, salt=1)
+    heads = call.kv_head_ids(q.shape[1], k.shape[1], k.device)
+    draw = Draw(call.seed, call.layer, call.step, heads, salt=1)
     keys, active = _cluster(k, call.key_valid, draw, settings, state)
     return pair(queries, keys, active, call.key_valid, scale)
 
@@ -87,7 +87,7 @@ def cluster_queries(
 ) -> Clusters:
     """Cluster the queries alone; arguments as `cluster_pairs`."""
     valid = call.key_valid if q.shape[2] == num_keys else None
-    draw = Draw(call.seed, call.layer, call.step, call.head_offset, salt=0)
+    draw = Draw(call.seed, call.layer, call.step, call.head_ids(q.shape[1], q.device), salt=0)
     return _cluster(q, valid, draw, settings, state)[0]
 
 

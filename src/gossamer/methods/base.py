@@ -6,7 +6,7 @@ import difflib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, MutableMapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Self, TypeVar
@@ -130,6 +130,19 @@ class Method(ABC):
 
         A method whose density is fixed by its geometry returns the nearest it has.
         """
+
+    def with_density(self, density: float) -> Self:
+        """Return the same method at another density.
+
+        Raises:
+            UnsupportedError: The method was not given a density but budgets of its own.
+        """
+        if self.params().get("density") is None:
+            raise UnsupportedError(
+                f"{self.name} has no density to change: make it by density, such as "
+                f"gossamer.get_method({self.name!r}, density=0.2)"
+            )
+        return replace(self, density=density)  # pyright: ignore[reportCallIssue] -- checked above
 
     def static_key(self, call: Call) -> Hashable | None:
         """Return a key under which the plan may be kept, None where it depends on the tensors."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -128,6 +128,14 @@ class InstaGen(ClusteredMethod):
             return pairs._replace(log_scores=second_order_scores(k, pairs, scale))
         return pairs
 
+    def with_density(self, density: float) -> Self:
+        """Return the same method at another density, exact and sampled in the same proportion."""
+        total = (self.exact or 0.0) + (self.sampled or 0.0)
+        if self.density is None:
+            return super().with_density(density)
+        exact = density * (self.exact or 0.0) / total
+        return replace(self, density=density, exact=exact, sampled=density - exact)
+
     def _keys(self, pairs: Pairs, k: Tensor, v: Tensor, call: Call) -> KeyTokens:
         """Choose the keys of each query cluster."""
         del v
@@ -168,7 +176,8 @@ class InstaGen(ClusteredMethod):
         to_draw = (total - num_exact).clamp(min=1).minimum(sizes.sum(-1) - num_exact)
         certain = (taken > 0) | (sizes == 0)
         log_pi = inclusion_by_importance(pairs.log_scores, sizes, certain, to_draw)
-        draw = Draw(call.seed, call.layer, call.step, call.head_offset, salt=_PHASE_SALT)
+        heads = call.head_ids(log_pi.shape[1], log_pi.device)
+        draw = Draw(call.seed, call.layer, call.step, heads, salt=_PHASE_SALT)
         trials = poisson if self.sampler == "poisson" else with_replacement
         return list_trials(trials(log_pi, sizes, draw), pairs.keys)
 
@@ -176,7 +185,7 @@ class InstaGen(ClusteredMethod):
         """Return the phase of each (head, group), [B, H, R] float64 with 32 random bits."""
         batch, heads, groups, _ = log_pi.shape
         device = log_pi.device
-        head = torch.arange(heads, device=device)[:, None] + call.head_offset
+        head = call.head_ids(heads, device)[:, None]
         group = torch.arange(groups, device=device)
         phase = uniform(_PHASE_SALT, call.seed, call.layer, call.step, head, group, device=device)
         return ((phase * _PHASE_BITS).floor() / _PHASE_BITS).expand(batch, -1, -1)

@@ -228,7 +228,7 @@ class MCSparse(Method):
         active = None
         if valid is not None:
             active = (-(-valid.sum(-1) // self.tile)).clamp(min=1)
-        draw = Draw(call.seed, call.layer, call.step, call.head_offset, salt=0)
+        draw = Draw(call.seed, call.layer, call.step, call.head_ids(heads, q.device), salt=0)
         clusters = kmeans(
             q, number, draw=draw, valid=valid, active=active, iterations=self.iterations
         )

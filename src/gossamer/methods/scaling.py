@@ -134,7 +134,7 @@ class ScalingAttention(Method):
         profile = read_profile(self.profile)
         grid = self._check(profile, q, k, call)
         bucket = profile.bucket(call.step, call.num_steps)
-        heads = slice(call.head_offset, call.head_offset + q.shape[1])
+        heads = call.head_ids(q.shape[1], torch.device("cpu"))
         maps = profile.thresholds(bucket, call.layer, grid)[heads]
         keep = threshold_mask(maps, self._thresholds(profile, call.layer, bucket, grid)[heads])
         keep = keep[None].to(q.device)  # [1, H, R, C]
@@ -181,7 +181,7 @@ class ScalingAttention(Method):
                 "profile out"
             )
         num_heads = call.num_heads
-        if num_heads is None and call.head_offset == 0:
+        if num_heads is None and call.head_offset == 0 and call.heads is None:
             num_heads = q.shape[1]
         profile.check(
             num_layers=call.num_layers,
@@ -189,11 +189,11 @@ class ScalingAttention(Method):
             block=self.block,
             permute=self.permute,
         )
-        if call.layer >= profile.num_layers or call.head_offset + q.shape[1] > profile.num_heads:
+        last = int(call.head_ids(q.shape[1], torch.device("cpu")).max()) + 1
+        if call.layer >= profile.num_layers or last > profile.num_heads:
             raise ProfileMismatchError(
-                f"{profile.path}: expected layer {call.layer} and heads up to "
-                f"{call.head_offset + q.shape[1]}, but the profile has {profile.num_layers} layers "
-                f"and {profile.num_heads} heads"
+                f"{profile.path}: expected layer {call.layer} and heads up to {last}, but the "
+                f"profile has {profile.num_layers} layers and {profile.num_heads} heads"
             )
         grid = call.grid
         if grid is None:

@@ -213,7 +213,7 @@ class SVG(Method):
         """
         batch, heads, num_queries, _ = q.shape
         valid = _valid(call, (num_queries, num_queries), q.device)[0].expand(batch, -1)
-        head = torch.arange(heads, device=q.device)[:, None] + call.head_offset
+        head = call.head_ids(heads, q.device)[:, None]
         number = torch.arange(self.samples, device=q.device)
         shift = uniform(_SALT, call.seed, call.layer, call.step, head, number, device=q.device)
         running = valid.long().cumsum(1)  # [B, N]

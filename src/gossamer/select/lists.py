@@ -99,7 +99,7 @@ def _tried(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return cluster and rank [n, L] of the key at each place, and whether it is read."""
     num_rows, heads = trials.taken.shape[2], trials.taken.shape[1]
-    head = (part // num_rows % heads + trials.draw.head_offset)[:, None]
+    head = trials.draw.heads[part // num_rows % heads][:, None]
     row = (part % num_rows)[:, None]
     taken, unit = (x.flatten(0, 2)[part] for x in (trials.taken, trials.unit))
     one_by_one = place < singly[:, None]

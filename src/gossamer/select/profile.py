@@ -103,6 +103,10 @@ class Profile:
             return maps
         return resize_heads(maps, self.order[layer], self.grid, grid, block=self.block)
 
+    def curves(self, grid: Grid) -> Curves:
+        """Return what each head keeps and loses at each level, at a resolution; kept in memory."""
+        return _curves(self.path, self.stamp, grid)
+
     def check(
         self,
         *,
@@ -194,7 +198,7 @@ def budgets(profile: Profile, density: float, grid: Grid, kind: str, orientation
         kind: One of `BUDGETS`.
         orientation: One of `ORIENTATIONS`, for "fast".
     """
-    curves = _curves(profile.path, profile.stamp, grid)
+    curves = profile.curves(grid)
     if kind == "uniform":
         return _solve_uniform(curves, density)
     return _solve_fast(curves, density, orientation)

@@ -155,8 +155,7 @@ def _poisson_number(mean: Tensor, draw: Draw) -> Tensor:
     less probability than one step of the 53 random bits.
     """
     _, heads, rows = mean.shape
-    head = torch.arange(heads, device=mean.device)[:, None] + draw.head_offset
-    at = _uniform(draw, _NUMBER, head, torch.arange(rows, device=mean.device))
+    at = _uniform(draw, _NUMBER, draw.heads[:heads, None], torch.arange(rows, device=mean.device))
     spread = 10 * mean.sqrt() + 40
     low = (mean - spread).floor().clamp(min=0)
     high = (mean + spread).ceil()

@@ -92,7 +92,7 @@ class ExactAndRest:
         """Return the phase of each row, [H, R] float64 with 32 random bits, on a batch axis."""
         _, heads, groups, _ = self.queries.centroids.shape
         call, device = self.call, self.k.device
-        head = torch.arange(heads, device=device)[:, None] + call.head_offset
+        head = call.head_ids(heads, device)[:, None]
         keys = (_PHASE_SALT, call.seed, call.layer, call.step, head)
         phase = uniform(*keys, torch.arange(groups, device=device), use, device=device)
         return ((phase * _PHASE_BITS).floor() / _PHASE_BITS)[None]
@@ -105,8 +105,8 @@ class ExactAndRest:
         """
         batch, kv_heads, length, dim = self.k.shape
         call, device = self.call, self.k.device
-        group = self.queries.labels.shape[1] // kv_heads
-        head = torch.arange(kv_heads, device=device)[:, None] + call.head_offset // group
+        heads = self.queries.labels.shape[1]
+        head = call.kv_head_ids(heads, kv_heads, device)[:, None]
         number = torch.arange(length, device=device)
         keys = (_ORDER_SALT, call.seed, call.layer, call.step, head, number, use)
         # The order of any two keys is theirs alone, whatever padding stands among them.
