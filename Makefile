@@ -33,6 +33,7 @@ lint: $(STAMP)/dev
 	$(BIN)/basedpyright
 	$(BIN)/lint-imports
 	$(BIN)/python tools/make_readme_results.py --check
+	$(BIN)/python tools/make_results_page.py --check
 
 docs: $(STAMP)/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 PROMPTS = (
-    "a red circle moves left over a forest, camera pans right",
+    "a red circle moves left over a meadow, camera pans right",
     "a blue star moves up over a cat, camera is still",
 )
 SIZE = ["--height", "96", "--width", "128", "--num-frames", "9"]

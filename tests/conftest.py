@@ -26,7 +26,7 @@ settings.register_profile(
 settings.register_profile(
     "interpreter",
     parent=settings.get_profile("ci"),
-    max_examples=8,
+    max_examples=5,
     phases=[Phase.explicit, Phase.generate],
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

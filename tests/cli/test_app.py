@@ -15,7 +15,7 @@ from gossamer.cli import generate as generate_module
 from gossamer.cli.app import app, main
 from gossamer.errors import MissingExtraError
 
-VERBS = ["doctor", "methods", "generate", "compare", "fidelity", "calibrate", "report"]
+VERBS = ["doctor", "methods", "generate", "compare", "fidelity", "bench", "calibrate", "report"]
 SURFACE = Path(__file__).with_name("surface.txt")
 
 

@@ -11,6 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import gossamer as gs
+from gossamer.cli.bench import bench
 from gossamer.cli.calibrate import calibrate
 from gossamer.cli.compare import compare
 from gossamer.cli.console import say
@@ -96,7 +97,7 @@ def root(
         typer.echo(context.get_help())
 
 
-for _command in (doctor, methods, generate, compare, fidelity, calibrate, report):
+for _command in (doctor, methods, generate, compare, fidelity, bench, calibrate, report):
     app.command()(_command)
 
 

@@ -48,10 +48,16 @@ def claim(results: Results) -> str:
 def markdown_table(results: Results) -> str:
     """Write the comparison as a Markdown table, means over prompts and seeds.
 
-    The best values at each density asked are bold. A line of conditions follows the table.
+    The best values at each density asked are bold. Columns that no sparse method has a value for
+    are left out. A line of conditions follows the table.
     """
     summary = summarise(results)
-    chosen = [column for column in COLUMNS if column.title in _README_COLUMNS]
+    chosen = [
+        column
+        for column in COLUMNS
+        if column.title in _README_COLUMNS
+        and any(column.value(row) is not None for row in summary.sparse)
+    ]
     lines = [
         [column.title for column in chosen],
         ["---" if column.title == "Method" else "---:" for column in chosen],
@@ -64,10 +70,11 @@ def markdown_table(results: Results) -> str:
     opening = headline(results, summary)
     conditions = ", ".join(f"{name} {_plain(value)}" for name, value in opening.conditions)
     notes = f"{opening.basis}; {conditions}." if conditions else f"{opening.basis}."
+    has_times = any(column.title == "Attention time" for column in chosen)
+    timed = "Attention time includes planning; q" if has_times else "Q"
     return (
         f"{table}\n\n{notes} Bold: best of the sparse methods at the same density asked. "
-        "Attention time includes planning; quality is measured against the dense video of the "
-        "same prompt and seed.\n"
+        f"{timed}uality is measured against the dense video of the same prompt and seed.\n"
     )
 
 
