@@ -16,6 +16,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LOG2_E = 1.4426950408889634
 _MAX_DIM = 256
 _MAX_TILE = 256
+_WIDE = 1 << 31  # elements of a head from which offsets need 64 bits
 _MIN_DOT = 16  # the least side of a matrix product on tensor cores
 
 
@@ -115,6 +116,8 @@ def _arguments(
     flags = {
         "TILE": plan.tile,
         "BLOCK": keys.block if blocks else 0,
+        "WIDE": plan.num_keys * max(k.stride(2), v.stride(2)) >= _WIDE,
+        "RAGGED": blocks and places % keys.block != 0,
         "HAS_QUERIES": plan.query_index is not None,
         "HAS_ROWS": plan.tile_row is not None,
         "HAS_LAUNCH": plan.launch_order is not None,

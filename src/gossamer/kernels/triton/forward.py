@@ -1,13 +1,149 @@
 """The forward kernel: one program per query tile, walking the tile's key row."""
 
-# pyright: basic, reportOperatorIssue=false, reportArgumentType=false
-# ruff: noqa: ANN001, ANN201, PLR0913, C901, SIM102 -- a kernel takes flat arguments, its types are
+# pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, C901, SIM102 -- a kernel takes flat arguments, its types are
 # Triton's, and a branch at compile time is not one at run time
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _walk(
+    begin,
+    stop,  # places in the row
+    q,
+    acc,
+    top,
+    total,
+    k_row,
+    v_row,
+    k_n,
+    v_n,
+    index_row,
+    weight_row,
+    order_row,
+    valid_row,
+    position,
+    low,
+    high,
+    sink,
+    base,  # taken from every key: of virtual keys, the number of real ones
+    num_places,
+    scale,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,  # whether offsets inside a head need 64 bits
+    MASKED: tl.constexpr,  # whether the last step may be a part of one
+    RAGGED: tl.constexpr,  # whether a block may hold fewer than BLOCK keys
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Read the entries begin … stop of a key row; return acc, top and total.
+
+    Where nothing is masked, loads carry no mask: predicates cost a third of the time.
+    """
+    PARTIAL: tl.constexpr = MASKED or HAS_ORDER or HAS_VALID or (BLOCK > 0 and RAGGED)
+    dim = tl.arange(0, DP)
+    for start in range(begin, stop, N):
+        step = start + tl.arange(0, N)
+        read = step < stop
+        if BLOCK > 0:
+            if MASKED:
+                block = tl.load(index_row + step // BLOCK, mask=read, other=0)
+            else:
+                block = tl.load(index_row + step // BLOCK)
+            key = block * BLOCK + step % BLOCK
+            if RAGGED or HAS_ORDER:
+                read = read & (key < num_places)
+            if HAS_ORDER:
+                key = tl.load(order_row + key, mask=read, other=-1)
+                read = read & (key >= 0)
+        elif MASKED:
+            key = tl.load(index_row + step, mask=read, other=base)
+        else:
+            key = tl.load(index_row + step)
+        if HAS_VALID:
+            read = read & (tl.load(valid_row + key, mask=read, other=0) != 0)
+        at = key - base
+        if WIDE:
+            at = at.to(tl.int64)
+        k_at = k_row + at[None, :] * k_n + dim[:, None]
+        v_at = v_row + at[:, None] * v_n + dim[None, :]
+        if PARTIAL and D != DP:
+            k = tl.load(k_at, mask=read[None, :] & (dim < D)[:, None], other=0.0)
+        elif PARTIAL:
+            k = tl.load(k_at, mask=read[None, :], other=0.0)
+        elif D != DP:
+            k = tl.load(k_at, mask=(dim < D)[:, None], other=0.0)
+        else:
+            k = tl.load(k_at)
+        logits = tl.dot(q, k, input_precision=PRECISION) * scale
+        if HAS_WEIGHTS:
+            if MASKED:
+                log_weight = tl.load(weight_row + step, mask=step < stop, other=0.0)
+            else:
+                log_weight = tl.load(weight_row + step)
+            logits += (log_weight * 1.4426950408889634)[None, :]
+        seen = read[None, :]
+        if CAUSAL:
+            seen = seen & (key[None, :] <= position[:, None])
+        if WINDOW:
+            inside = (key[None, :] >= low[:, None]) & (key[None, :] <= high[:, None])
+            seen = seen & (inside | (key[None, :] < sink))
+        if PARTIAL or CAUSAL or WINDOW:
+            logits = tl.where(seen, logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        # A row that has seen no key yet keeps -inf, and -inf - -inf is not a number.
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(logits - safe[:, None])
+        shrink = tl.exp2(top - safe)
+        total = total * shrink + tl.sum(p, 1)
+        if PARTIAL and D != DP:
+            v = tl.load(v_at, mask=read[:, None] & (dim < D)[None, :], other=0.0)
+        elif PARTIAL:
+            v = tl.load(v_at, mask=read[:, None], other=0.0)
+        elif D != DP:
+            v = tl.load(v_at, mask=(dim < D)[None, :], other=0.0)
+        else:
+            v = tl.load(v_at)
+        acc = acc * shrink[:, None]
+        if CAUSAL or WINDOW:
+            # 0 * NaN is NaN: what one query of the tile may not see must not reach it through its
+            # value. Sums of values times 0 are 0 unless one is not finite.
+            if tl.sum(tl.sum(v.to(tl.float32) * 0.0, 1), 0) != 0.0:
+                broken = (v.to(tl.float32) * 0.0) != 0.0  # [N, DP]
+                hit = tl.dot(seen.to(tl.float32), broken.to(tl.float32), input_precision="ieee")
+                acc = tl.where(hit > 0, float("nan"), acc)
+                v = tl.where(broken, 0.0, v)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _below(index_row, count, bound, BLOCK: tl.constexpr):
+    """Return how many entries of an ascending row begin below a key, by bisection."""
+    least = 0
+    most = count
+    while least < most:
+        middle = (least + most) // 2
+        key = tl.load(index_row + middle)
+        if BLOCK > 0:
+            key = key * BLOCK
+        if key < bound:
+            least = middle + 1
+        else:
+            most = middle
+    return least
 
 
 @triton.jit
@@ -77,6 +213,8 @@ def forward(
     D: tl.constexpr,  # head dim
     DP: tl.constexpr,  # the same, a power of two
     BLOCK: tl.constexpr,  # keys per block; 0: the rows list tokens
+    RAGGED: tl.constexpr,  # whether a block may hold fewer than BLOCK keys
+    WIDE: tl.constexpr,  # whether offsets inside a head need 64 bits
     HAS_QUERIES: tl.constexpr,
     HAS_ROWS: tl.constexpr,
     HAS_LAUNCH: tl.constexpr,
@@ -126,12 +264,9 @@ def forward(
         other=0.0,
     )
     kv_head = head // group
-    k_row = k_ptr + batch * k_b + kv_head * k_h
-    v_row = v_ptr + batch * v_b + kv_head * v_h
-    if HAS_EXTRA:
-        extra_k_row = extra_k_ptr + batch * extra_b + kv_head * extra_h
-        extra_v_row = extra_v_ptr + batch * extra_b + kv_head * extra_h
     position = query + num_keys - num_queries
+    low = position
+    high = position
     if WINDOW:
         low = tl.where(left >= 0, position - left, 0)
         high = tl.where(right >= 0, position + right, num_keys)
@@ -141,101 +276,109 @@ def forward(
         first = batch * index_b + head * index_h + row * index_r
     else:
         first = tl.load(start_ptr + batch * start_b + head * start_h + row)
+    index_row = index_ptr + first
     if CAUSAL and not HAS_ORDER:
-        # Rows ascend: what lies behind the tile's last position is cut off by bisection.
+        # What lies behind the tile's last position is cut off.
         last = tl.max(tl.where(is_query, position, -1))
-        least = 0
-        most = count
-        while least < most:
-            middle = (least + most) // 2
-            key_at = tl.load(index_ptr + first + middle)
-            if BLOCK > 0:
-                key_at = key_at * BLOCK
-            if key_at <= last:
-                least = middle + 1
-            else:
-                most = middle
-        count = least
+        count = _below(index_row, count, last + 1, BLOCK)
     length = count
     if BLOCK > 0:
         length = count * BLOCK
+    real = length
+    if HAS_EXTRA:
+        real = _below(index_row, count, num_keys, 0)  # virtual keys stand last
+    weight_row = log_weight_ptr
+    if HAS_WEIGHTS:
+        weight_row = log_weight_ptr + first
+    order_row = key_order_ptr
+    if HAS_ORDER:
+        order_row = key_order_ptr + batch * order_b + head * order_h
+    valid_row = key_valid_ptr
+    if HAS_VALID:
+        valid_row = key_valid_ptr + batch * valid_b
 
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     acc = tl.zeros([M, DP], tl.float32)
-    for begin in range(0, length, N):
-        step = begin + tl.arange(0, N)
-        listed = step < length
-        if BLOCK > 0:
-            block = tl.load(index_ptr + first + step // BLOCK, mask=listed, other=0)
-            key = block * BLOCK + step % BLOCK
-            listed = listed & (key < num_places)
-            if HAS_ORDER:
-                key = tl.load(
-                    key_order_ptr + batch * order_b + head * order_h + key, mask=listed, other=-1
-                )
-                listed = listed & (key >= 0)
-        else:
-            key = tl.load(index_ptr + first + step, mask=listed, other=0)
-        real = listed & (key < num_keys)
-        if HAS_VALID:
-            valid = tl.load(key_valid_ptr + batch * valid_b + key, mask=real, other=0)
-            real = real & (valid != 0)
-        at = key.to(tl.int64)
-        k = tl.load(
-            k_row + at[None, :] * k_n + dim[:, None],
-            mask=real[None, :] & in_dim[:, None],
-            other=0.0,
+    k_row = k_ptr + batch * k_b + kv_head * k_h
+    v_row = v_ptr + batch * v_b + kv_head * v_h
+    whole = real // N * N
+    for masked in tl.static_range(2):
+        acc, top, total = _walk(
+            whole if masked else 0,
+            real if masked else whole,
+            q,
+            acc,
+            top,
+            total,
+            k_row,
+            v_row,
+            k_n,
+            v_n,
+            index_row,
+            weight_row,
+            order_row,
+            valid_row,
+            position,
+            low,
+            high,
+            sink,
+            0,
+            num_places,
+            scale,
+            N,
+            D,
+            DP,
+            BLOCK,
+            WIDE,
+            masked == 1,
+            RAGGED,
+            HAS_WEIGHTS,
+            HAS_ORDER,
+            HAS_VALID,
+            CAUSAL,
+            WINDOW,
+            PRECISION,
         )
-        read = real
-        if HAS_EXTRA:
-            virtual = listed & (key >= num_keys)
-            read = real | virtual
-            far = (at - num_keys) * D
-            k += tl.load(
-                extra_k_row + far[None, :] + dim[:, None],
-                mask=virtual[None, :] & in_dim[:, None],
-                other=0.0,
-            )
-        logits = tl.dot(q, k, input_precision=PRECISION) * scale
-        if HAS_WEIGHTS:
-            log_weight = tl.load(log_weight_ptr + first + step, mask=listed, other=0.0)
-            logits += (log_weight * 1.4426950408889634)[None, :]
-        seen = read[None, :]
-        if CAUSAL:
-            seen = seen & ((key[None, :] <= position[:, None]) | (key[None, :] >= num_keys))
-        if WINDOW:
-            inside = (key[None, :] >= low[:, None]) & (key[None, :] <= high[:, None])
-            seen = seen & (inside | (key[None, :] < sink) | (key[None, :] >= num_keys))
-        logits = tl.where(seen, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        # A row that has seen no key yet keeps -inf, and -inf - -inf is not a number.
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(logits - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.sum(p, 1)
-        v = tl.load(
-            v_row + at[:, None] * v_n + dim[None, :],
-            mask=real[:, None] & in_dim[None, :],
-            other=0.0,
+    if HAS_EXTRA:
+        extra_k_row = extra_k_ptr + batch * extra_b + kv_head * extra_h
+        extra_v_row = extra_v_ptr + batch * extra_b + kv_head * extra_h
+        acc, top, total = _walk(
+            real,
+            length,
+            q,
+            acc,
+            top,
+            total,
+            extra_k_row,
+            extra_v_row,
+            D,
+            D,
+            index_row,
+            weight_row,
+            order_row,
+            valid_row,
+            position,
+            low,
+            high,
+            sink,
+            num_keys,
+            num_places,
+            scale,
+            N,
+            D,
+            DP,
+            0,
+            False,
+            True,
+            False,
+            HAS_WEIGHTS,
+            False,
+            False,
+            False,
+            False,
+            PRECISION,
         )
-        if HAS_EXTRA:
-            v += tl.load(
-                extra_v_row + far[:, None] + dim[None, :],
-                mask=virtual[:, None] & in_dim[None, :],
-                other=0.0,
-            )
-        acc = acc * shrink[:, None]
-        if CAUSAL or WINDOW:
-            # 0 * NaN is NaN: what one query of the tile may not see must not reach it through its
-            # value. Sums of values minus themselves are 0 unless one is not finite.
-            if tl.sum(tl.sum(v.to(tl.float32) * 0.0, 1), 0) != 0.0:
-                broken = (v.to(tl.float32) * 0.0) != 0.0  # [N, DP]
-                hit = tl.dot(seen.to(tl.float32), broken.to(tl.float32), input_precision="ieee")
-                acc = tl.where(hit > 0, float("nan"), acc)
-                v = tl.where(broken, 0.0, v)
-        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-        top = new_top
 
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
