@@ -67,6 +67,16 @@ on structured heads of high and of low entropy, {seeds} seeds. [Attention-level 
 
 """
 
+MEMORY = """
+## Memory of planning
+
+`python benchmarks/plan_memory.py`: one call of {tokens:,} tokens, {heads} heads of {head_dim}, planned on one CPU thread. Extra is
+the growth of the peak resident memory without the plan itself. `west` is the saliency that `gossamer calibrate` streams, `anchor`
+is MC-Sparse's selection with full attention. Names without a density use the method's own budget. CPU seconds say little about a
+GPU; they were taken beside other work.
+
+"""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the script and return its exit status: 1 if `--check` found the page stale."""
@@ -87,7 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
 def page() -> str:
     """Return the page."""
     floor = read("seed-floor-tiny-wan.json")["psnr_db"]
-    fidelity = read("fidelity.json")
+    fidelity, memory = read("fidelity.json"), read("plan-memory.json")
     parts = [
         OPENING,
         ALL.format(same=floor["same_prompt"], other=floor["other_prompt"]),
@@ -98,6 +108,8 @@ def page() -> str:
         reuse_table(read("reuse-tiny-wan.json")["rows"]),
         FIDELITY.format(seeds=max(row["seeds"] for row in fidelity["rows"])),
         fidelity_table(fidelity["rows"]),
+        MEMORY.format(**memory),
+        memory_table(memory["rows"]),
     ]
     return "".join(parts)
 
@@ -138,6 +150,16 @@ def fidelity_table(rows: list[dict[str, Any]]) -> str:
     for method in methods:
         found = [cell[method, name, density] for name, density in columns]
         lines.append([method, *(f"{row['rel_l2']:.3f} ({row['mass']:.2f})" for row in found)])
+    return markdown(lines)
+
+
+def memory_table(rows: list[dict[str, Any]]) -> str:
+    """Return memory and time by case."""
+    lines = [["Case", "Density", "Plan, MiB", "Extra, MiB", "Seconds"], ["---", *["---:"] * 4]]
+    for row in rows:
+        density = "–" if row["density"] is None else f"{row['density']:.3f}"
+        numbers = (row["plan_mib"], row["extra_mib"], row["seconds"])
+        lines.append([row["case"], density, *(f"{number:.1f}" for number in numbers)])
     return markdown(lines)
 
 
