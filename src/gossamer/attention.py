@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.errors import PlanError
 from gossamer.kernels import AttentionOutput, choose_kernel
-from gossamer.methods import Method, check_tensors
-from gossamer.plan import SparsePlan
+from gossamer.methods import Method, check_method, check_tensors
+from gossamer.plan import KeyBlocks, SparsePlan
 from gossamer.plan.flat import flatten, unflatten
 
 _methods: dict[Method, int] = {}  # methods that compiled graphs name by number
@@ -43,6 +45,8 @@ def attend(
     """
     check_tensors(q, k, v)
     _check_fit(q, k, plan)
+    if scale is not None and not math.isfinite(scale):
+        raise PlanError(f"scale={scale}: must be a finite number, or None for the plan's")
     factor = plan.scale if scale is None else scale
     factor = q.shape[-1] ** -0.5 if factor is None else factor
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -80,6 +84,7 @@ def sparse_attention(
         UnsupportedError: The method or the kernel cannot do this, with the reasons.
     """
     call = Call() if call is None else call
+    check_method(method)
     if not torch.compiler.is_compiling():
         plan = method.plan(q, k, v, call)
         return attend(q, k, v, plan, scale=call.scale, kernel=kernel).out
@@ -91,7 +96,7 @@ def sparse_attention(
         k,
         v,
         call.key_valid,
-        [*numbers, *grid, *text],
+        [*numbers, *grid, *text, *(call.heads or ())],
         call.branch,
         call.scale,
         _number_of(method),
@@ -124,6 +129,12 @@ def _check_fit(q: Tensor, k: Tensor, plan: SparsePlan) -> None:
         raise PlanError(
             f"the plan is for batch {plan.batch} and {plan.heads} heads, but q has batch "
             f"{q.shape[0]} and {q.shape[1]} heads"
+        )
+    extra = None if isinstance(plan.keys, KeyBlocks) else plan.keys.extra_k
+    if extra is not None and (extra.shape[1], extra.shape[3]) != (k.shape[1], k.shape[3]):
+        raise PlanError(
+            f"the plan's virtual keys have {extra.shape[1]} KV heads of dim {extra.shape[3]}, "
+            f"but k has {k.shape[1]} of dim {k.shape[3]}: make a plan for these"
         )
     if plan.device != q.device:
         raise PlanError(f"the plan is on {plan.device}, q on {q.device}: use plan.to(q.device)")
@@ -174,7 +185,7 @@ def _sparse_op(  # noqa: PLR0913 -- an op takes flat arguments
 ) -> Tensor:
     """Plan and attend, for compiled graphs."""
     layer, num_layers, step, num_steps, causal, head_offset, num_heads, seed = numbers[:8]
-    frames, rows, columns, start, stop = numbers[8:]
+    frames, rows, columns, start, stop, *heads = numbers[8:]
     call = Call(
         layer=layer,
         num_layers=None if num_layers < 0 else num_layers,
@@ -187,6 +198,7 @@ def _sparse_op(  # noqa: PLR0913 -- an op takes flat arguments
         causal=bool(causal),
         scale=scale,
         head_offset=head_offset,
+        heads=tuple(heads) or None,
         num_heads=None if num_heads < 0 else num_heads,
         seed=seed,
     )

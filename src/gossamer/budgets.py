@@ -77,6 +77,7 @@ class Budgets:
         if total is None and call.heads is None and call.head_offset == 0:
             total = num_heads
         profile.check(num_layers=call.num_layers, num_heads=total)
+        profile.check_place(call.layer, int(heads.max()))
         table = budgets(profile, density, call.grid, "fast", self.orientation)
         bucket = profile.bucket(call.step, call.num_steps)
         level = table.level[bucket, call.layer][heads]

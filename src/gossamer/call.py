@@ -54,6 +54,7 @@ class Call:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be a call."""
+        self._check_types()
         for name, total in (("layer", self.num_layers), ("step", self.num_steps)):
             index = getattr(self, name)
             if index < 0 or (total is not None and index >= total):
@@ -61,10 +62,12 @@ class Call:
                 raise PlanError(f"call.{name}={index}: must be at least 0{bound}")
         if self.head_offset < 0:
             raise PlanError(f"call.head_offset={self.head_offset}: must be at least 0")
-        if self.heads is not None and (self.head_offset or min(self.heads, default=0) < 0):
+        if self.heads is not None and (self.head_offset or min(self.heads, default=-1) < 0):
             raise PlanError(
                 f"call.heads={self.heads}: must be global indices >= 0, without a head_offset"
             )
+        if self.num_heads is not None and self.num_heads < 1:
+            raise PlanError(f"call.num_heads={self.num_heads}: must be at least 1")
         if self.grid is not None and (len(self.grid) != 3 or min(self.grid) < 1):
             raise PlanError(f"call.grid={self.grid}: must be (frames, rows, columns), each >= 1")
         if self.text is not None and not 0 <= self.text[0] <= self.text[1]:
@@ -72,11 +75,47 @@ class Call:
         if self.scale is not None and not math.isfinite(self.scale):
             raise PlanError(f"call.scale={self.scale}: must be finite")
         mask = self.key_valid
+        if mask is not None and not isinstance(mask, Tensor):
+            raise PlanError(
+                f"call.key_valid is a {type(mask).__name__}: must be a [B, S] bool tensor"
+            )
         if mask is not None and (mask.dtype != torch.bool or mask.dim() != 2):
             raise PlanError(
                 f"call.key_valid has shape {tuple(mask.shape)} and dtype {mask.dtype}: "
                 "must be [B, S] bool"
             )
+
+    def _check_types(self) -> None:
+        """Refuse what is no index, and make lists of them (from JSON, say) tuples.
+
+        Calls are parts of keys, and lists cannot be hashed.
+        """
+        indices = ("layer", "step", "head_offset", "seed")
+        for name in (*indices, "num_layers", "num_steps", "num_heads"):
+            value = getattr(self, name)
+            if not (_is_index(value) or (value is None and name not in indices)):
+                raise PlanError(f"call.{name}={value!r}: must be an integer")
+        if not -(2**63) <= self.seed < 2**63:
+            raise PlanError(f"call.seed={self.seed}: must fit 64 bits, -2**63 to 2**63 - 1")
+        if not isinstance(self.branch, str):
+            raise PlanError(f'call.branch={self.branch!r}: must be a name such as "cond"')
+        scale = self.scale
+        if not (scale is None or isinstance(scale, float) or hasattr(scale, "__float__")):
+            raise PlanError(f"call.scale={self.scale!r}: must be a number")
+        for name, form in (
+            ("grid", "(frames, rows, columns)"),
+            ("text", "(start, stop)"),
+            ("heads", "(index, index, …)"),
+        ):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not (isinstance(value, (tuple, list)) and all(_is_index(x) for x in value)):
+                raise PlanError(f"call.{name}={value!r}: must be {form}, integers")
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+        if self.text is not None and len(self.text) != 2:
+            raise PlanError(f"call.text={self.text}: must be (start, stop), 0 <= start <= stop")
 
     @property
     def text_length(self) -> int:
@@ -98,13 +137,16 @@ class Call:
         """Return this call for its latent tokens alone: no text span, `key_valid` [B, S_latent]."""
         return replace(self, text=None, key_valid=key_valid)
 
-    def check(self, batch: int, num_queries: int, num_keys: int) -> None:
-        """Refuse a call whose grid, text or padding contradict the tensors' lengths.
+    def check(
+        self, batch: int, num_queries: int, num_keys: int, num_heads: int | None = None
+    ) -> None:
+        """Refuse a call whose grid, text, padding or heads contradict the tensors' sizes.
 
         Args:
             batch: B of the tensors.
             num_queries: N, query tokens.
             num_keys: S, key tokens.
+            num_heads: H, query heads; None does not check the heads.
 
         Raises:
             PlanError: The lengths do not add up; the message names all of them.
@@ -130,3 +172,23 @@ class Call:
                 f"key_valid has shape {tuple(mask.shape)}: must be [{batch}, {num_keys}], "
                 "a flag for every key"
             )
+        if num_heads is not None:
+            self._check_heads(num_heads)
+
+    def _check_heads(self, given: int) -> None:
+        """Refuse global head indices that are not those of the heads given."""
+        if self.heads is not None and len(self.heads) != given:
+            raise PlanError(
+                f"call.heads names {len(self.heads)} heads, but q has {given}: name each of them"
+            )
+        last = self.head_offset + given if self.heads is None else max(self.heads, default=-1) + 1
+        if self.num_heads is not None and last > self.num_heads:
+            raise PlanError(
+                f"call.num_heads={self.num_heads} is the global number, but the heads given go up "
+                f"to number {last}: check num_heads, head_offset={self.head_offset} and heads"
+            )
+
+
+def _is_index(value: object) -> bool:
+    """Return whether a value is an integer, numpy's too."""
+    return isinstance(value, int) or hasattr(value, "__index__")

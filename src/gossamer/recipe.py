@@ -15,7 +15,7 @@ from typing import Any
 from gossamer.budgets import Budgets
 from gossamer.errors import PlanError, RecipeError
 from gossamer.kernels import list_kernels
-from gossamer.methods import Method, get_method
+from gossamer.methods import Method, get_method, get_method_class
 from gossamer.order import Order, get_order
 from gossamer.reuse import Reuse
 from gossamer.schedule import Schedule, check_schedule
@@ -24,6 +24,7 @@ from gossamer.schedule import Schedule, check_schedule
 # tokens takes 1.2 ms a head, a cold plan alone 2 ms).
 MIN_TOKENS = 1024
 _TABLES = ("method", "reuse", "budgets", "order")
+_NONE = "none"  # for None where it is not the default: TOML has no null
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +85,7 @@ class Recipe:
             for field in fields(self)
             if field.name not in _TABLES and (value := getattr(self, field.name)) != field.default
         ]
-        lines += _table("method", {"name": self.method.name, **self.method.params()})
+        lines += _table("method", {"name": self.method.name, **_spelled(self.method)})
         if self.reuse is not None:
             lines += _table("reuse", self.reuse.params())
         if self.budgets is not None:
@@ -126,15 +127,17 @@ class Recipe:
                     raise RecipeError(f"{key}={value!r}: must be a [{key}] table")
                 _check_keys(f"{key}: ", value, [field.name for field in fields(parts[key])])
                 table[key] = parts[key](**value)
-            return cls(method=get_method(**method), **table)
+            return cls(method=get_method(**_read(method)), **table)
         except (PlanError, TypeError) as error:
             raise RecipeError(str(error)) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the recipe to a TOML file; the file appears whole or not at all."""
-        path = Path(path)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            file.write(self.to_toml())
+        path, text = Path(path), self.to_toml()
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
+        ) as file:
+            file.write(text)
         Path(file.name).replace(path)
 
     @classmethod
@@ -195,6 +198,37 @@ def _named(key: str, value: object, example: str) -> dict[str, Any]:
         return value
     given = "" if value is None else f"{key}={value!r}: "
     raise RecipeError(f'{given}a recipe needs a [{key}] table with a name, e.g. "{example}"')
+
+
+def _spelled(method: Method) -> dict[str, Any]:
+    """Return a method's parameters as a recipe file holds them."""
+    params = method.params()
+    for field in _with_none(type(method)):
+        if params[field] is None:
+            params[field] = _NONE
+    return params
+
+
+def _read(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the method's table of a recipe file with None where it says so.
+
+    Raises:
+        PlanError: No method has this name.
+    """
+    fields_with_none = _with_none(get_method_class(table["name"]))
+    return {
+        key: None if value == _NONE and key in fields_with_none else value
+        for key, value in table.items()
+    }
+
+
+def _with_none(method: type[Method]) -> set[str]:
+    """Return the parameters for which a file has to say None, since leaving them out does not."""
+    return {
+        field.name
+        for field in fields(method)
+        if field.default is not None and not isinstance(field.default, str)
+    }
 
 
 def _table(name: str, params: Mapping[str, Any]) -> list[str]:

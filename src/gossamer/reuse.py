@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -86,12 +87,14 @@ class Anchor:
     Attributes:
         step: The anchor step.
         shape: (B, H, N, D) of the queries and S.
+        facts: What else of the call a plan depends on (see `call_facts`).
         plan: The plan, ordered.
         residual: [B, H, N, D] float32, O_full - O_sparse; None where none is kept.
     """
 
     step: int
     shape: tuple[int, ...]
+    facts: tuple[Hashable, ...]
     plan: SparsePlan
     residual: Tensor | None
 
@@ -133,7 +136,7 @@ class AnchorStore:
         if limit is None:
             return True
         old = self._kept[place].num_bytes if place in self._kept else 0
-        new = Anchor(step=0, shape=(), plan=plan, residual=None).num_bytes
+        new = Anchor(step=0, shape=(), facts=(), plan=plan, residual=None).num_bytes
         if self.reuse.residual:
             new += q.numel() * _RESIDUAL_BYTES
         return self._bytes - old + new <= limit
@@ -163,10 +166,9 @@ class AnchorStore:
         anchor = self._kept.get(place)
         if anchor is None or self.reuse.is_due(call.step, anchor.step):
             return None
-        if anchor.shape != (*q.shape, k.shape[2]):
+        if anchor.shape != (*q.shape, k.shape[2]) or anchor.facts != call_facts(call):
             return None
-        masks = (anchor.plan.key_valid is None, call.key_valid is None)
-        if masks[0] != masks[1] or anchor.plan.causal != call.causal:
+        if not _same_mask(anchor.plan.key_valid, call.key_valid):
             return None
         if anchor.plan.device == q.device:
             return anchor
@@ -201,6 +203,21 @@ class AnchorStore:
             watch.mark()
         self._copies.append(watch)
         return fetched
+
+
+def call_facts(call: Call) -> tuple[Hashable, ...]:
+    """Return what of a call, beside its padding, must be the same for a plan to be reused."""
+    return call.grid, call.text, call.causal, call.scale, call.head_offset, call.heads
+
+
+def _same_mask(kept: Tensor | None, given: Tensor | None) -> bool:
+    """Return whether two masks hide the same keys; waits for the device where both are given.
+
+    Keys that a stale plan reads may hold anything by now.
+    """
+    if kept is None or given is None or kept is given:
+        return kept is given
+    return kept.shape == given.shape and torch.equal(kept, given.to(kept.device))
 
 
 def _tensors(anchor: Anchor) -> list[Tensor]:

@@ -11,12 +11,13 @@ from torch import Tensor
 from gossamer.attention import attend
 from gossamer.budgets import plan_by_heads
 from gossamer.call import Call
+from gossamer.errors import RecipeError
 from gossamer.kernels import DENSE_KERNEL, choose_kernel, dense_attention
 from gossamer.methods import Dense, check_tensors
 from gossamer.plan import SparsePlan
 from gossamer.recipe import Recipe
 from gossamer.records import Record, Stopwatch, summarize
-from gossamer.reuse import Anchor, AnchorStore
+from gossamer.reuse import Anchor, AnchorStore, call_facts
 from gossamer.schedule import is_dense
 
 
@@ -76,6 +77,10 @@ class Session:
             recipe: What to run and where.
             observer: Called with an `AttentionEvent` after each call, outside the measured times.
         """
+        if not isinstance(recipe, Recipe):
+            raise RecipeError(
+                f"recipe={recipe!r} is not a recipe: use gossamer.Recipe(method=…) or Recipe.load"
+            )
         self.recipe = recipe
         self._observer = observer
         self._states: dict[tuple[int, str], dict[str, Any]] = {}
@@ -152,7 +157,8 @@ class Session:
         """
         call = Call() if call is None else call
         check_tensors(q, k, v)
-        call.check(q.shape[0], q.shape[2], k.shape[2])
+        call.check(q.shape[0], q.shape[2], k.shape[2], q.shape[1])
+        self.recipe.method.check_call(call)
         self._begin()
         reason = self._dense_reason(q, call)
         if reason is not None and not self._is_early_anchor(reason, call):
@@ -179,6 +185,8 @@ class Session:
         path, anchors = "sparse", self._anchors
         with_full = anchors is not None and anchors.reuse.residual
         plan, notes, full = self._plan(q, k, v, call, with_full=with_full)
+        if self.recipe.method.fixed_density:
+            notes.append("density fixed by geometry")
         kernel = choose_kernel(q, k, v, plan, self.recipe.kernel)
         watch.mark()
         out = attend(q, k, v, plan, scale=call.scale, kernel=kernel.name).out
@@ -193,7 +201,13 @@ class Session:
                     full = _run_dense(q, k, v, call, by) if full is None else full
                     residual, out, path = full.float() - out.float(), full.to(q.dtype), "dense"
                 shape = (*q.shape, k.shape[2])
-                anchor = Anchor(step=call.step, shape=shape, plan=plan, residual=residual)
+                anchor = Anchor(
+                    step=call.step,
+                    shape=shape,
+                    facts=call_facts(call),
+                    plan=plan,
+                    residual=residual,
+                )
                 anchors.put(place, anchor)
         watch.mark()
         reason = "; ".join(notes)
@@ -292,7 +306,8 @@ class Session:
                 plan = method.plan(q, k, v, call, state=state)
             return *self._ordered(plan), full
         shape = (q.shape[1], q.shape[2], k.shape[1], k.shape[2], call.grid, call.text)
-        key = (static, shape, call.causal, call.scale, q.device, call.head_offset)
+        heads = (call.head_offset, call.heads, call.num_heads)
+        key = (static, shape, call.causal, call.scale, q.device, heads)
         if key in self._static:
             return self._static[key], ["static plan"], None
         self._static[key], notes = self._ordered(method.plan(q, k, v, call))

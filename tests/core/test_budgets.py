@@ -52,6 +52,31 @@ def test_a_merged_plan_is_its_parts(shape: Shape, opt: Options, random: object) 
         torch.testing.assert_close(out[:, at], alone)
 
 
+@pytest.mark.parametrize("name", ["svg-ear", "pisa", "sol"])
+def test_heads_at_density_one_stand_beside_heads_with_virtual_keys(name: str) -> None:
+    q, k, v = Shape(2, 2, 2, 300, 300, 16, 4).tensors()
+    method = gs.get_method(name, density=0.3)
+    densities = torch.tensor([1.0, 1.0, 0.3, 0.3], dtype=torch.float64)
+    plan = plan_by_heads(method, (q, k, v), gs.Call(), densities, 2, None)
+    plan.validate()
+    full, sparse = gs.attend(q, k, v, plan).out.split(2, dim=1)
+    want = gs.sparse_attention(q[:, :2], k[:, :1], v[:, :1], gs.Dense())
+    torch.testing.assert_close(full, want, rtol=1e-4, atol=1e-5)
+    part = (q[:, 2:], k[:, 1:], v[:, 1:])
+    want = gs.sparse_attention(*part, method, gs.Call(head_offset=2))
+    torch.testing.assert_close(sparse, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        gs.attend(q, k, v, plan.refresh(k, v)).out[:, 2:], sparse, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("place", [{"layer": 99}, {"head_offset": 50}])
+def test_a_layer_or_head_that_the_profile_does_not_know_is_refused(place: dict[str, int]) -> None:
+    budgets = gs.Budgets(profile="tiny-wan")
+    with pytest.raises(gs.ProfileMismatchError, match="the profile has 8 layers and 4 heads"):
+        budgets.densities(0.3, gs.Call(grid=GRID, **place), 4)
+
+
 def test_plans_of_different_kinds_are_refused() -> None:
     q, k, v = Shape(1, 2, 1, 100, 100, 8, 0).tensors()
     plans = [gs.get_method(name, density=0.5).plan(q, k, v) for name in ("svg2", "block-topk")]

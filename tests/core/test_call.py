@@ -21,6 +21,20 @@ X = torch.randn(2, 4, 100, 8)
         ({"head_offset": -2}, "head_offset=-2: must be at least 0"),
         ({"key_valid": torch.ones(2, 100)}, r"dtype torch.float32: must be \[B, S\] bool"),
         ({"key_valid": torch.ones(100, dtype=torch.bool)}, r"shape \(100,\)"),
+        ({"key_valid": [[True] * 100]}, "key_valid is a list"),
+        ({"layer": "0"}, "call.layer='0': must be an integer"),
+        ({"step": 1.5}, "call.step=1.5: must be an integer"),
+        ({"step": None}, "call.step=None: must be an integer"),
+        ({"num_steps": "9"}, "call.num_steps='9': must be an integer"),
+        ({"seed": 2**70}, "must fit 64 bits"),
+        ({"branch": None}, "call.branch=None: must be a name"),
+        ({"scale": "x"}, "call.scale='x': must be a number"),
+        ({"grid": (1.0, 10, 10)}, "integers"),
+        ({"grid": 5}, "call.grid=5: must be"),
+        ({"text": (3,)}, r"text=\(3,\): must be \(start, stop\)"),
+        ({"text": (1, 2, 3)}, r"must be \(start, stop\)"),
+        ({"heads": ()}, "must be global indices"),
+        ({"num_heads": 0}, "call.num_heads=0: must be at least 1"),
     ],
 )
 def test_a_call_that_cannot_be(fields: dict[str, object], message: str) -> None:
@@ -41,11 +55,24 @@ def test_a_call_that_cannot_be(fields: dict[str, object], message: str) -> None:
             r"key_valid has shape \(2, 99\): must be \[2, 100\]",
         ),
         (gs.Call(key_valid=torch.ones(3, 100, dtype=torch.bool)), r"must be \[2, 100\]"),
+        (gs.Call(heads=(0, 1)), "names 2 heads, but q has 4"),
+        (gs.Call(num_heads=2), "num_heads=2 is the global number, but .* up to number 4"),
+        (gs.Call(head_offset=3, num_heads=6), "up to number 7"),
+        (gs.Call(heads=(0, 1, 2, 9), num_heads=8), "up to number 10"),
     ],
 )
 def test_a_call_that_does_not_fit_its_tensors(call: gs.Call, message: str) -> None:
     with pytest.raises(gs.PlanError, match=message):
         gs.Dense().plan(X, X, X, call)
+
+
+def test_lists_are_as_good_as_tuples() -> None:
+    """From JSON, say; static plans are kept under the call's facts, and lists cannot be hashed."""
+    call = gs.Call(grid=[4, 5, 4], text=[0, 20], heads=[0, 1, 2, 3])
+    assert (call.grid, call.text, call.heads) == ((4, 5, 4), (0, 20), (0, 1, 2, 3))
+    session = gs.Session(gs.Recipe(method=gs.get_method("radial", density=0.5), min_tokens=0))
+    session.attention(X, X, X, call)
+    assert session.records[0].path == "sparse"
 
 
 def test_a_grid_describes_self_attention() -> None:

@@ -52,6 +52,18 @@ def test_a_call_reaches_the_compiled_op() -> None:
     assert torch.equal(compiled(q, k, v, valid), run(q, k, v, valid))
 
 
+def test_named_heads_reach_the_compiled_op() -> None:
+    q, k, v = Shape(1, 4, 1, 130, 130, 16, 0).tensors()
+    method = gs.InstaGen(density=0.3)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: gs.Call) -> torch.Tensor:
+        return gs.sparse_attention(q, k, v, method, call)
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    for call in (gs.Call(heads=(7, 3, 1, 0)), gs.Call(heads=(0, 5, 2, 4)), gs.Call()):
+        assert torch.equal(compiled(q, k, v, call), run(q, k, v, call))
+
+
 def test_attend_compiles_whole() -> None:
     q, k, v = Shape(1, 2, 1, 130, 130, 64, 0).tensors()
     plan = gs.InstaGen(density=0.5).plan(q, k, v)

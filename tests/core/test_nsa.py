@@ -262,3 +262,16 @@ def test_many_queries_are_planned_in_pieces_as_in_one(monkeypatch: pytest.Monkey
 def test_bad_parameters_are_refused(params: dict) -> None:
     with pytest.raises(gs.PlanError, match=f"nsa: {next(iter(params))}="):
         NSA(**params)
+
+
+@pytest.mark.parametrize("name", ["nsa", "sliding-window"])
+def test_right_padding_leaves_causal_budgets_alone(name: str) -> None:
+    """Queries of padding count no pairs, in ragged tiles neither."""
+    method = gs.get_method(name, density=0.2)
+    q, k, v = Shape(1, 1, 2, 1350, 1350, 16, 2).tensors()
+    alone = method.plan(q, k, v, gs.Call(causal=True)).weights()
+    q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, 400), value=float("nan")) for x in (q, k, v))
+    call = gs.Call(causal=True, key_valid=torch.arange(1750)[None] < 1350)
+    padded = method.plan(q, k, v, call).weights()[..., :1350, :]
+    assert torch.equal(padded[..., :1350], alone)
+    assert not padded[..., 1350:].any()

@@ -155,6 +155,37 @@ def test_block_topk_takes_one_budget(params: dict[str, object], message: str) ->
         gs.BlockTopK(**params)
 
 
+@pytest.mark.parametrize(
+    "method", [gs.VAttention(local=None), gs.Clear(frame_distance=None)], ids=lambda m: m.name
+)
+def test_none_round_trips_where_it_is_not_the_default(method: gs.Method) -> None:
+    text = gs.Recipe(method=method).to_toml()
+    assert '= "none"' in text
+    assert gs.Recipe.from_toml(text).method == method
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("instagen", {"tile": None}),
+        ("mc-sparse", {"iterations": None}),
+        ("xattention", {"block": None}),
+        ("xattention", {"keep_sink": "yes"}),
+        ("nsa", {"length": None}),
+        ("intra", {"sink": None}),
+        ("svg-ear", {"gamma": None}),
+        ("svg-ear", {"gamma": "x"}),
+        ("sliding-window", {"window3d": 5}),
+        ("scaling", {"profile": 3}),
+        ("scaling", {"profile": ["a"]}),
+    ],
+)
+def test_values_of_a_wrong_type_are_refused(name: str, params: dict[str, object]) -> None:
+    (field,) = params
+    with pytest.raises(gs.PlanError, match=field):
+        gs.get_method(name, **params)
+
+
 def test_methods_are_values() -> None:
     assert gs.InstaGen(density=0.2) == gs.InstaGen(exact=0.1, sampled=0.1, density=0.2)
     assert len({gs.SVG2(), gs.SVG2(), gs.SVG2(mass=0.8)}) == 2

@@ -170,6 +170,34 @@ def test_another_shape_or_mask_is_planned_anew() -> None:
     assert paths(run) == ["dense"] * 3
 
 
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({"key_valid": 300}, {"key_valid": 150}),
+        ({"text": (0, 20), "grid": (4, 7, 10)}, {"text": (280, 300), "grid": (4, 7, 10)}),
+        ({"grid": (3, 10, 10)}, {"grid": (10, 10, 3)}),
+        ({"scale": 0.1}, {"scale": 1.0}),
+    ],
+)
+def test_another_call_of_the_same_size_is_planned_anew(
+    first: dict[str, object], then: dict[str, object], residual: bool
+) -> None:
+    """A plan of other padding would read keys that hold anything by now, NaN here."""
+    run = session(Reuse(every=4, residual=residual), gs.get_method("sliding-window", density=0.3))
+    q, k, v = (x.clone() for x in TENSORS)
+    for step, facts in enumerate((first, then)):
+        valid = facts.get("key_valid")
+        if valid is not None:
+            k[:, :, valid:] = v[:, :, valid:] = float("nan")
+            facts = {"key_valid": torch.arange(300)[None] < valid}
+        out = run.attention(q, k, v, gs.Call(step=step, num_steps=NUM_STEPS, **facts))
+        assert out[:, :, : 300 if valid is None else valid].isfinite().all()
+    assert "reuse" not in paths(run)
+    run.attention(q, k, v, gs.Call(step=2, num_steps=NUM_STEPS, **facts))
+    assert paths(run)[-1] == "reuse"
+
+
 def test_memory_is_bounded_and_the_bound_is_reported() -> None:
     unbounded = session(Reuse(every=4))
     step_of(unbounded, 0)

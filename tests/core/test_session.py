@@ -220,3 +220,29 @@ def test_the_dense_path_is_right_for_every_mask(
     plan = gs.Dense().plan(q, k, v, gs.Call(causal=causal, key_valid=valid))
     want = gs.attend(q, k, v, plan, kernel="reference").out
     torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-5)
+
+
+def test_what_can_never_run_fails_at_the_first_call_though_it_is_dense() -> None:
+    with pytest.raises(gs.UnsupportedError, match="instagen has no causal form"):
+        session(dense_steps=2).attention(*TENSORS, call(causal=True))
+
+
+def test_what_is_no_recipe_or_method_is_refused_with_the_fix() -> None:
+    with pytest.raises(gs.RecipeError, match=r"recipe='svg2' is not a recipe: use gossamer.Recipe"):
+        gs.Session("svg2")
+    with pytest.raises(gs.PlanError, match=r"method='svg2' is not a method: use .*get_method"):
+        gs.sparse_attention(*TENSORS, "svg2")
+    with pytest.raises(gs.PlanError, match="method 3: give its name, one of dense, instagen"):
+        gs.get_method(3)
+    with pytest.raises(gs.PlanError, match="scale=nan: must be a finite number"):
+        gs.attend(*TENSORS, gs.Dense().plan(*TENSORS), scale=float("nan"))
+
+
+def test_a_density_that_geometry_fixes_says_so_in_the_record() -> None:
+    run = session(gs.get_method("intra", density=0.3))
+    run.attention(*TENSORS, call())
+    run.attention(*TENSORS, call())
+    assert [record.reason for record in run.records] == [
+        "density fixed by geometry",
+        "static plan; density fixed by geometry",
+    ]

@@ -242,3 +242,15 @@ def test_centroids_beat_dropping_at_equal_density() -> None:
 def test_bad_parameters_are_refused(params: dict[str, object], message: str) -> None:
     with pytest.raises(gs.PlanError, match=message):
         gs.get_method("svg-ear", **params)
+
+
+def test_virtual_keys_of_other_keys_are_refused() -> None:
+    q, k, v = Shape(1, 2, 1, 300, 300, 16, 0).tensors()
+    plan = gs.SVGEAR(density=0.3).plan(q, k, v)
+    for other in (k[:, :, :200], k[:, :1]):
+        with pytest.raises(gs.PlanError, match=r"stand for keys .* \[1, 2, 300\]"):
+            plan.refresh(other, other)
+    with pytest.raises(gs.PlanError, match="k is .* and v"):
+        plan.refresh(k, v[..., :8])
+    with pytest.raises(gs.PlanError, match="2 KV heads of dim 16, but k has 2 of dim 8"):
+        gs.attend(q[..., :8], k[..., :8], v[..., :8], plan)

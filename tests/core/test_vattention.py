@@ -288,6 +288,8 @@ def test_ranks_agree_on_heads() -> None:
         ({"density": 0.1, "exact": 0.2}, "exact=0.2 must be at most density=0.1"),
         ({"epsilon": 0.0}, "epsilon=0.0 must be a number with 0 < epsilon <= 1"),
         ({"delta": 1.0}, "delta=1 bounds nothing"),
+        ({"delta": 1e-17}, "delta=1e-17 must be at least 1e-06"),
+        ({"epsilon": 1e-300}, "epsilon=1e-300 and delta=0.1 must be at least 1e-06"),
         ({"base": math.inf}, "base=inf must be a number"),
         ({"sink_keys": -1}, "sink_keys=-1 must be an integer >= 0"),
         ({"local": 0.0}, "local=0.0 must be an integer >= 0"),

@@ -2,6 +2,7 @@
 
 from gossamer.methods.base import (
     Method,
+    check_method,
     check_tensors,
     get_method,
     get_method_class,
@@ -57,6 +58,7 @@ __all__ = [
     "SpargeAttn",
     "VAttention",
     "XAttention",
+    "check_method",
     "check_tensors",
     "get_method",
     "get_method_class",

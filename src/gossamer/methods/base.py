@@ -77,9 +77,8 @@ class Method(ABC):
         """
         call = Call() if call is None else call
         check_tensors(q, k, v)
-        call.check(q.shape[0], q.shape[2], k.shape[2])
-        if call.causal and self.causal_reason:
-            raise UnsupportedError(f"{self.name} has no causal form: {self.causal_reason}")
+        call.check(q.shape[0], q.shape[2], k.shape[2], q.shape[1])
+        self.check_call(call)
         with torch.no_grad():
             if min(q.shape[2], k.shape[2] - call.text_length) == 0:
                 plan = full_plan(q, k, call)  # nothing latent to choose from
@@ -88,6 +87,15 @@ class Method(ABC):
             else:
                 plan = self._plan_joint(q, k, v, call, state)
         return plan
+
+    def check_call(self, call: Call) -> None:
+        """Refuse a call that the method can never plan, before any step is dense.
+
+        Raises:
+            UnsupportedError: The method has no causal form and the call is causal.
+        """
+        if call.causal and self.causal_reason:
+            raise UnsupportedError(f"{self.name} has no causal form: {self.causal_reason}")
 
     def anchor(
         self,
@@ -166,6 +174,16 @@ def without(x: Tensor, span: tuple[int, int], *, dim: int) -> Tensor:
     return torch.cat([before, after], dim=dim)
 
 
+def check_method(method: object) -> None:
+    """Refuse what is not a method, such as its name.
+
+    Raises:
+        PlanError: With the way to make one.
+    """
+    if not isinstance(method, Method):
+        raise PlanError(f"method={method!r} is not a method: use gossamer.get_method(name)")
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse tensors that are not one attention call.
 
@@ -209,13 +227,13 @@ def check_share(method: str, name: str, value: float, *, zero: bool = False) -> 
         raise PlanError(f"{method}: {name}={value!r} must be a number with {bound} {name} <= 1")
 
 
-def check_count(method: str, name: str, value: int | None) -> None:
-    """Refuse a count that is not a positive integer (None passes).
+def check_count(method: str, name: str, value: int | None, *, optional: bool = False) -> None:
+    """Refuse a count that is not a positive integer (None passes where it is `optional`).
 
     Raises:
         PlanError: Naming the parameter and the value.
     """
-    if value is None:
+    if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(f"{method}: {name}={value!r} must be an integer >= 1")
@@ -266,6 +284,8 @@ def get_method(name: str, **params: Any) -> Method:
     Raises:
         PlanError: Unknown name or parameter, or a value out of range.
     """
+    if not isinstance(name, str):
+        raise PlanError(f"method {name!r}: give its name, one of {', '.join(list_methods())}")
     cls = get_method_class(name)
     density = params.pop("density", None)
     allowed = sorted({field.name for field in fields(cls)} | {"density"})

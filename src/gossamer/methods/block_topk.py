@@ -53,7 +53,7 @@ class BlockTopK(BlockedMethod):
         super().__post_init__()
         if self.mass is not None:
             check_share(self.name, "mass", self.mass)
-        check_count(self.name, "blocks", self.blocks)
+        check_count(self.name, "blocks", self.blocks, optional=True)
 
     def _scores(self, q: Tensor, k: Tensor, v: Tensor, call: Call, layout: BlockLayout) -> Tensor:
         """Return the logits of the means."""

@@ -52,6 +52,7 @@ class Clear(Method):
     """
 
     name: ClassVar[str] = "clear"
+    fixed_density: ClassVar[bool] = True
     paper: ClassVar[str] = "CLEAR, arXiv 2412.16112"
     causal_reason: ClassVar[str] = "a disc around a query holds later positions of the image too"
 

@@ -43,7 +43,8 @@ class ClusteredMethod(Method):
         if self.density is not None:
             check_share(self.name, "density", self.density)
         for name in ("query_clusters", "key_clusters", "iterations", "warm_iterations", "tile"):
-            check_count(self.name, name, getattr(self, name))
+            optional = name.endswith("_clusters")
+            check_count(self.name, name, getattr(self, name), optional=optional)
 
     @classmethod
     def at_density(cls, density: float, **params: Any) -> Self:

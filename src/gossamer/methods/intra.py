@@ -128,7 +128,9 @@ class Intra(Method):
             check_count(self.name, name, getattr(self, name))
         for name in ("span", "sink"):
             value = getattr(self, name)
-            if value is not None and not (_is_integer(value) and value >= 0):
+            if value is None and name == "span":
+                continue
+            if value is None or not (_is_integer(value) and value >= 0):
                 raise PlanError(f"intra: {name}={value!r} must be an integer >= 0")
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)

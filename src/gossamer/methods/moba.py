@@ -64,7 +64,7 @@ class MoBA(Method):
         if self.density is not None:
             check_share(self.name, "density", self.density)
         for name in ("top_k", "chunk", "tile"):
-            check_count(self.name, name, getattr(self, name))
+            check_count(self.name, name, getattr(self, name), optional=name == "chunk")
 
     @classmethod
     def at_density(cls, density: float, **params: Any) -> Self:

@@ -16,6 +16,7 @@ from gossamer.methods.base import Method, State, check_count, check_share, logit
 from gossamer.methods.blocked import block_plan
 from gossamer.plan import SparsePlan
 from gossamer.select import BlockLayout, block_layout, top_blocks
+from gossamer.select.spans import visible_pairs
 from gossamer.select.spread import take_spread
 
 _CHUNK_BYTES = 32 << 20  # of the compressed logits of queries held at once
@@ -143,7 +144,8 @@ class NSA(Method):
             importance[:, :, part.rows] = part.importance.sum(3)
         importance = importance.masked_fill(~layout.possible, -torch.inf)
         density = 1.0 if self.density is None else self.density
-        visible = layout.share.sum(-1)  # [B|1, 1, R|1], in blocks
+        share = self._share(q, k, call, layout)
+        visible = share.sum(-1)  # [B|1, 1, R|1], in blocks
         half = (visible * (self.block * density / 2)).floor().long()
         # A tile's own keys, and up to a block by whole blocks, are read beside the window.
         window = (half - self.tile - self.block).clamp(0, self.window)[..., None]
@@ -153,11 +155,23 @@ class NSA(Method):
         budget = visible.double() * density
         return take_spread(
             importance,
-            layout.share,
+            share,
             budget,
             forced=forced.expand(importance.shape),
             carry=call.causal,
         )
+
+    def _share(self, q: Tensor, k: Tensor, call: Call, layout: BlockLayout) -> Tensor:
+        """Return the layout's share without queries of padding, which must not enter budgets.
+
+        Tiles of padding alone keep theirs.
+        """
+        if not call.causal or call.key_valid is None:
+            return layout.share
+        sizes = {"tile": self.tile, "block": self.block}
+        pairs = visible_pairs(call, q.shape[2], k.shape[2], **sizes, device=q.device)
+        share = pairs.double() / (self.tile * self.block)
+        return torch.where((pairs > 0).any(-1, keepdim=True), share, layout.share)
 
     def _near(
         self,

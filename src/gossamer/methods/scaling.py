@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError, ProfileMismatchError, UnsupportedError
+from gossamer.errors import PlanError, UnsupportedError
 from gossamer.methods.base import Method, State, check_count, check_share, logit_scale, register
 from gossamer.methods.blocked import block_plan, trimmed
 from gossamer.plan import KeyBlocks, SparsePlan
@@ -101,7 +101,9 @@ class ScalingAttention(Method):
         for name in ("density", "p"):
             if getattr(self, name) is not None:
                 check_share(self.name, name, getattr(self, name))
-        check_count(self.name, "block", self.block)
+        check_count(self.name, "block", self.block, optional=True)
+        if self.profile is not None and (not isinstance(self.profile, str) or not self.profile):
+            raise PlanError(f"scaling: profile={self.profile!r} must be a name or a path")
         allowed = {"budgets": BUDGETS, "orientation": ORIENTATIONS, "permute": PERMUTES}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
@@ -189,12 +191,8 @@ class ScalingAttention(Method):
             block=self.block,
             permute=self.permute,
         )
-        last = int(call.head_ids(q.shape[1], torch.device("cpu")).max()) + 1
-        if call.layer >= profile.num_layers or last > profile.num_heads:
-            raise ProfileMismatchError(
-                f"{profile.path}: expected layer {call.layer} and heads up to {last}, but the "
-                f"profile has {profile.num_layers} layers and {profile.num_heads} heads"
-            )
+        heads = call.head_ids(q.shape[1], torch.device("cpu"))
+        profile.check_place(call.layer, int(heads.max()))
         grid = call.grid
         if grid is None:
             raise PlanError(

@@ -14,10 +14,11 @@ from gossamer.errors import PlanError, UnsupportedError
 from gossamer.group.patches import Patches, line_tiles, patch_tiles
 from gossamer.methods.base import Method, State, check_count, check_share, register, without
 from gossamer.methods.blocked import block_plan
-from gossamer.methods.geometric import band_entry, check_size, only_one, runs_plan, valid_tokens
+from gossamer.methods.geometric import band_entry, check_size, only_one, runs_plan
 from gossamer.plan import SparsePlan, join_text
 from gossamer.select import block_layout
 from gossamer.select.runs import Runs
+from gossamer.select.spans import visible_pairs
 from gossamer.select.threshold import force_first, reach_density
 
 _DENSITY = 0.2  # where nothing is given
@@ -82,16 +83,17 @@ class SlidingWindow(Method):
         if self.window is None and self.window3d is None and self.density is None:
             object.__setattr__(self, "density", _DENSITY)
         if self.window3d is not None:
-            sides = tuple(self.window3d)
-            if len(sides) != 3:
-                raise PlanError(f"{name}: window3d={sides} must be (frames, rows, columns)")
+            given = self.window3d
+            if not isinstance(given, (tuple, list)) or len(given) != 3:
+                raise PlanError(f"{name}: window3d={given!r} must be (frames, rows, columns)")
+            sides = (given[0], given[1], given[2])
             for side in sides:
                 check_count(name, "window3d", side)
             object.__setattr__(self, "window3d", sides)
         if self.density is not None:
             check_share(name, "density", self.density)
         for field in ("window", "block", "tile"):
-            check_count(name, field, getattr(self, field))
+            check_count(name, field, getattr(self, field), optional=field == "window")
         for field in ("sink", "sink_frames"):
             check_size(name, field, getattr(self, field))
 
@@ -190,13 +192,8 @@ class SlidingWindow(Method):
         entry = force_first(entry, layout.possible)
         if layout.forced is not None:
             entry = entry.masked_fill(layout.forced, -torch.inf)
-        # Whole tiles of `share`, then without the queries that a ragged or padded tile lacks.
-        valid = valid_tokens(call, num_keys, device)
-        valid_q = valid if num_queries == num_keys else valid.new_ones(1, num_queries)
-        rows = torch.nn.functional.pad(valid_q, (0, -num_queries % tile)).unflatten(1, (-1, tile))
-        pairs = (layout.share * (tile * block)).round().long()  # [B|1, 1, R|1, C]
-        if not call.causal:  # shares of causal calls count the queries of a tile themselves
-            pairs = pairs * rows.sum(-1)[:, None, :, None] // tile
+        # Padding counts neither as keys nor as queries, or it would widen the valid rows' band.
+        pairs = visible_pairs(call, num_queries, num_keys, tile=tile, block=block, device=device)
         keep = reach_density(entry, pairs, density)
         return block_plan(keep, num_queries, num_keys, call, tile=tile, block=block)
 

@@ -73,7 +73,8 @@ class SVGEAR(ClusteredMethod):
         super().__post_init__()
         check_share(self.name, "mass", self.mass)
         check_share(self.name, "min_ratio", self.min_ratio, zero=True)
-        if not 0 <= self.gamma <= 10:
+        number = isinstance(self.gamma, (int, float)) and not isinstance(self.gamma, bool)
+        if not number or not 0 <= self.gamma <= 10:
             raise PlanError(f"svg-ear: gamma={self.gamma!r} must be a number with 0 <= gamma <= 10")
 
     def _keys(self, pairs: Pairs, k: Tensor, v: Tensor, call: Call) -> KeyTokens:

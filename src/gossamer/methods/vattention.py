@@ -31,6 +31,9 @@ _EXACT = 0.05  # share of the exact set where neither it nor a density is given
 _FEWEST = 2  # keys of a pilot: one has no spread
 
 
+_LEAST_BOUND = 1e-6  # of epsilon and delta
+
+
 @register
 @dataclass(frozen=True, kw_only=True)
 class VAttention(Method):
@@ -106,10 +109,16 @@ class VAttention(Method):
                 check_share(self.name, name, value, zero=name == "exact")
         for name in ("epsilon", "delta", "base"):
             check_share(self.name, name, getattr(self, name))
+        if min(self.epsilon, self.delta) < _LEAST_BOUND:
+            raise PlanError(
+                f"vattention: epsilon={self.epsilon:g} and delta={self.delta:g} must be at least "
+                f"{_LEAST_BOUND:g}: a smaller bound asks for every key"
+            )
         if self.delta == 1:
             raise PlanError("vattention: delta=1 bounds nothing: it must be below 1")
         for name in ("query_clusters", "iterations", "warm_iterations", "tile"):
-            check_count(self.name, name, getattr(self, name))
+            optional = name == "query_clusters"
+            check_count(self.name, name, getattr(self, name), optional=optional)
         for name in ("sink_keys", "local"):
             value = getattr(self, name)
             if value is None and name == "local":

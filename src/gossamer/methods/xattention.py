@@ -61,6 +61,8 @@ class XAttention(BlockedMethod):
         super().__post_init__()
         check_share(self.name, "mass", self.mass)
         check_count(self.name, "stride", self.stride)
+        if not isinstance(self.keep_sink, bool):
+            raise PlanError(f"{self.name}: keep_sink={self.keep_sink!r} must be True or False")
         for name in ("block", "tile"):
             size = getattr(self, name)
             if size % self.stride:

@@ -63,7 +63,7 @@ def merge_heads(plans: Sequence[SparsePlan], heads: Sequence[Tensor], group: int
     else:
         tokens = [k for k in keys if isinstance(k, KeyTokens)]
         kv_places = places.view(-1, group)[:, 0] // group
-        merged = _merge_tokens(tokens, joined, kv_places)
+        merged = _merge_tokens(tokens, joined, kv_places, [len(h) // group for h in heads])
     return SparsePlan(
         num_queries=first.num_queries,
         num_keys=first.num_keys,
@@ -94,8 +94,10 @@ def _merge_blocks(keys: Sequence[KeyBlocks], num_keys: int, joined: _Join) -> Ke
     )
 
 
-def _merge_tokens(keys: Sequence[KeyTokens], joined: _Join, kv_places: Tensor) -> KeyTokens:
-    """Concatenate pools, and virtual keys along the KV heads."""
+def _merge_tokens(
+    keys: Sequence[KeyTokens], joined: _Join, kv_places: Tensor, kv_heads: Sequence[int]
+) -> KeyTokens:
+    """Concatenate pools, and virtual keys along the KV heads, of which parts have `kv_heads`."""
     starts: list[Tensor] = []
     size = 0
     for part in keys:
@@ -116,13 +118,19 @@ def _merge_tokens(keys: Sequence[KeyTokens], joined: _Join, kv_places: Tensor) -
         most = max(k.num_extra for k in keys)
         for name in ("extra_k", "extra_v", "extra_of"):
             parts = [getattr(k, name) for k in keys]
-            if all(part is not None for part in parts):
-                rows = 0 if name == "extra_of" else most
-                padded = [
-                    part if not rows else pad(part, (0, 0, 0, rows - part.shape[2]))
-                    for part in parts
-                ]
-                extras[name] = torch.cat(padded, dim=1)[:, kv_places]
+            # A part may have no virtual keys at all, at density 1: it gets some that none reads.
+            given = [part for part, k in zip(parts, keys, strict=True) if k.extra_k is not None]
+            if any(part is None for part in given):
+                continue  # virtual keys that are no means
+            blank = given[0].new_full((), -1 if name == "extra_of" else 0)
+            filled: list[Tensor] = []
+            for part, number in zip(parts, kv_heads, strict=True):
+                if part is None:
+                    part = blank.expand(given[0].shape[0], number, *given[0].shape[2:])
+                if name != "extra_of":
+                    part = pad(part, (0, 0, 0, most - part.shape[2]))
+                filled.append(part)
+            extras[name] = torch.cat(filled, dim=1)[:, kv_places]
     return KeyTokens(
         start=joined(starts, [2]),
         count=joined([k.count for k in keys], [2]),

@@ -141,14 +141,22 @@ class SparsePlan:
             The plan itself where it has no virtual keys; a new plan otherwise.
 
         Raises:
-            PlanError: The virtual keys do not say which keys they stand for.
+            PlanError: The virtual keys do not say which keys they stand for, or `k` and `v` are not
+                of the plan's size.
         """
         keys = self.keys
         if isinstance(keys, KeyBlocks) or keys.num_extra == 0:
             return self
         if keys.extra_of is None:
             raise PlanError("the plan's virtual keys carry no extra_of: plan again instead")
-        batch, kv_heads, _, dim = k.shape
+        batch, kv_heads, num_keys, dim = k.shape
+        of = keys.extra_of.shape
+        fits = num_keys == of[2] and of[0] in (1, batch) and of[1] in (1, kv_heads)
+        if not fits or k.shape != v.shape:
+            raise PlanError(
+                f"k is {tuple(k.shape)} and v {tuple(v.shape)}, but the plan's virtual keys stand "
+                f"for keys [batch, KV heads, keys] = {list(of)}: make a plan for these"
+            )
         shape = (batch, kv_heads, keys.num_extra + 1, dim)
         # Keys that no virtual key stands for are summed into a last slot, which is cut off.
         owner = torch.where(keys.extra_of < 0, keys.num_extra, keys.extra_of).long()

@@ -139,6 +139,22 @@ class Profile:
                 "`gossamer calibrate`"
             )
 
+    def check_place(self, layer: int, last_head: int) -> None:
+        """Refuse a layer or heads that the profile does not know.
+
+        Args:
+            layer: Index of the layer.
+            last_head: Greatest global index of the heads.
+
+        Raises:
+            ProfileMismatchError: With what is asked for and what there is.
+        """
+        if layer >= self.num_layers or last_head >= self.num_heads:
+            raise ProfileMismatchError(
+                f"{self.path}: expected layer {layer} and heads up to {last_head + 1}, but the "
+                f"profile has {self.num_layers} layers and {self.num_heads} heads"
+            )
+
 
 def resize_heads(maps: Tensor, order: Tensor, source: Grid, target: Grid, *, block: int) -> Tensor:
     """Resize the maps of several heads [..., H, R, R], each in its own token order [H]."""
@@ -252,6 +268,13 @@ def _read(path: str, stamp: tuple[int, int]) -> Profile:
     """Read a file's header and curves."""
     with _open(path) as file:
         metadata = read_metadata(file, path, KIND)
+        missing = {"thresholds", "order", "levels", "fidelity", "error"} - set(file.keys())
+        missing |= {"grid", "block", "model", "num_steps", "permute"} - set(metadata)
+        if missing:
+            raise ProfileMismatchError(
+                f"{path}: expected a whole profile, but it lacks {', '.join(sorted(missing))}: "
+                "make it again with `gossamer calibrate`"
+            )
         order, levels, fidelity, error = (
             file.get_tensor(name) for name in ("order", "levels", "fidelity", "error")
         )
@@ -289,7 +312,15 @@ def read_metadata(file: Any, path: str, kind: str) -> dict[str, Any]:  # noqa: A
         ProfileMismatchError: Another kind of file, or another version of the format.
     """
     text = (file.metadata() or {}).get(METADATA_KEY)
-    metadata: Any = {} if text is None else json.loads(text)
+    try:
+        metadata: Any = {} if text is None else json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ProfileMismatchError(
+            f"{path}: expected JSON under {METADATA_KEY!r} in the metadata, but {error}: make it "
+            "again with `gossamer calibrate`"
+        ) from error
+    if not isinstance(metadata, dict):
+        metadata = {}
     found = (metadata.get("kind"), metadata.get("format"))
     if found != (kind, FORMAT):
         raise ProfileMismatchError(
