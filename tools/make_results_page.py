@@ -67,6 +67,27 @@ on structured heads of high and of low entropy, {seeds} seeds. [Attention-level 
 
 """
 
+SCALING = """
+## ScalingAttention's design choices
+
+`python benchmarks/scaling_ablations.py --prompts {calibration} --tests {tests}`: {calibration} calibration prompts and {tests} test
+prompt(s) of the bundled model. {steps} steps, {buckets} step buckets.
+
+"""
+
+# Key of the document, what it shows.
+SCALING_PARTS = {
+    "orientation": "Where FAST wants the highest fidelity, and uniform budgets: error predicted by the curves, and PSNR of "
+    "generated videos.",
+    "prompts": "Density of the union mask after each prompt, and of one prompt's own mask.",
+    "profiling": "Budgets from one profiling prompt against those from all: intersection over union of the masks.",
+    "rows": "Fidelity from sampled query rows against all rows.",
+    "resolution": "Masks of a small size, resized, against the large size's own: recall, and the density it costs.",
+    "aspect": "Masks at another aspect ratio, from calibration at one and at both.",
+    "metrics": "Hellinger fidelity and cosine similarity of attention rows at falling thresholds.",
+}
+METRIC_ROWS = 8
+
 MEMORY = """
 ## Memory of planning
 
@@ -108,6 +129,7 @@ def page() -> str:
         reuse_table(read("reuse-tiny-wan.json")["rows"]),
         FIDELITY.format(seeds=max(row["seeds"] for row in fidelity["rows"])),
         fidelity_table(fidelity["rows"]),
+        *scaling(),
         MEMORY.format(**memory),
         memory_table(memory["rows"]),
     ]
@@ -151,6 +173,45 @@ def fidelity_table(rows: list[dict[str, Any]]) -> str:
         found = [cell[method, name, density] for name, density in columns]
         lines.append([method, *(f"{row['rel_l2']:.3f} ({row['mass']:.2f})" for row in found)])
     return markdown(lines)
+
+
+def scaling() -> list[str]:
+    """Return the section of ScalingAttention's ablations."""
+    document = read("scaling-tiny-wan.json")
+    setup = document["setup"]
+    parts = [
+        SCALING.format(
+            calibration=len(setup["calibration_prompts"]),
+            tests=len(setup["test_prompts"]),
+            steps=setup["num_steps"],
+            buckets=setup["num_buckets"],
+        )
+    ]
+    for name, text in SCALING_PARTS.items():
+        rows = document.get(name)
+        if not rows:
+            continue
+        if name == "metrics":
+            rows = rows[:: max(1, len(rows) // METRIC_ROWS)]
+        parts.append(f"{text}\n\n{plain_table(rows)}\n")
+    return parts
+
+
+def plain_table(rows: list[dict[str, Any]]) -> str:
+    """Return rows of like keys as a table."""
+    heads = [name.replace("_", " ") for name in rows[0]]
+    lines = [heads, ["---"] * len(heads)]
+    lines += [[shown(value) for value in row.values()] for row in rows]
+    return markdown(lines)
+
+
+def shown(value: object) -> str:
+    """Return a value as text: numbers to three digits, lists by their mean or as a size."""
+    if isinstance(value, list) and value and all(isinstance(x, float) for x in value):
+        return f"{sum(value) / len(value):.2f}"
+    if isinstance(value, list):
+        return "×".join(map(str, value))
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def memory_table(rows: list[dict[str, Any]]) -> str:
