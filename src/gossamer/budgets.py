@@ -24,7 +24,7 @@ _LEAST = 0.01  # a head keeps at least this share, whatever the profile says
 class Budgets:
     """Give each step, layer and head the share of the pairs that its fidelity asks for.
 
-    FAST (ScalingAttention, section 4) solves for the least densities at which every head reaches
+    FAST (as in `ScalingAttention`) solves for the least densities at which every head reaches
     a target fidelity, from curves that `gossamer calibrate` measured. Here any method that has a
     density is given them: the recipe's density is met over the whole generation, single calls and
     heads lie above or below it. Heads are planned in a few groups of about equal density, each

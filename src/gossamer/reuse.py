@@ -25,7 +25,7 @@ class Reuse:
     """Plan at anchor steps only; between them reuse the plan and add the anchor's residual.
 
     At an anchor step the output is full attention, O_full, and R = O_full - O_sparse is kept in
-    float32; a later step outputs O_sparse + R with the anchor's plan (MC-Sparse, section 3.3).
+    float32; a later step outputs O_sparse + R with the anchor's plan (MC-Sparse, its reuse phase).
     Works around any method. Without the residual an anchor step is an ordinary sparse step whose
     plan the next ones share.
 

@@ -50,8 +50,8 @@ class MCSparse(Method):
     Queries are ordered by Fast PDDP (principal-direction divisive partitioning) into tiles of equal
     size, so that a tile holds queries that look alike. Then full attention is computed once, and
     key j's mass for tile g is m_gj = sum over i in g of p_ij, with p_ij = exp(l_ij - lse_i) the
-    exact probabilities (MC-Sparse, eq. 1). The tile reads the K keys of greatest mass, K = density
-    * S; ties go to the lower index, so all ranks agree. No other choice of K keys covers more mass.
+    exact probabilities. The tile reads the K keys of greatest mass, K = density * S; ties go to the
+    lower index, so all ranks agree. No other choice of K keys covers more mass.
 
     A plan costs more than dense attention: it pays when it is reused over denoising steps, with
     the output's residual (`anchor`).

@@ -39,15 +39,15 @@ class ScalingAttention(Method):
     """Keep the blocks whose calibrated threshold lies under the head's budget.
 
     `gossamer calibrate` measures, per step bucket, layer and head, the exact mean attention
-    probability S(u, v) of each 128 x 128 block (WEST, eq. 1), and stores the threshold map
+    probability S(u, v) of each 128 x 128 block (WEST), and stores the threshold map
     T(u, v): the least p at which the block is among the best share p of its row for any
-    calibration prompt (eq. 2). The mask at p is T <= max(p, 1/n), which is a lookup, and the plan
+    calibration prompt. The mask at p is T <= max(p, 1/n), which is a lookup, and the plan
     is static given layer and step bucket. At another resolution the maps are resized
     conservatively and the budgets solved again.
 
     FAST gives each head the least p at which the fidelity of its attention, 1 minus the Hellinger
     distance to the full one, reaches the target A(l, t) = beta * (1 - (1 - x)^gamma),
-    x = (l + omega * t) / (N_L + omega * N_T) (eq. 5 and 6). For a density, beta is bisected for a
+    x = (l + omega * t) / (N_L + omega * N_T). For a density, beta is bisected for a
     grid of (omega, gamma) and the table with the lowest measured output error is kept. The density
     is that of all steps, layers and heads together: single calls lie above or below it.
 

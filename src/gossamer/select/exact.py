@@ -214,7 +214,7 @@ def stream_mass(q: Tensor, k: Tensor, v: Tensor | None, tiles: Tiles) -> Iterato
     """Yield the exact mass of the keys for each tile, some tiles at a time.
 
     Pass 1 is full attention with its log-sum-exp; pass 2 takes the probabilities
-    p_ij = exp(l_ij - lse_i) and sums them over the queries i of a tile (MC-Sparse, eq. 1). Where
+    p_ij = exp(l_ij - lse_i) and sums them over the queries i of a tile (MC-Sparse). Where
     the scores of all keys fit the 64 MiB, pass 2 uses those of pass 1. A query that sees no key has
     p = 0. Scores and sums are float32, float64 for float64 inputs.
 

@@ -71,7 +71,7 @@ def make_levels(num_blocks: int) -> Tensor:
 
 
 def hellinger_fidelity(skipped: Tensor) -> Tensor:
-    """Return 1 - H(P, P~), with P~ the kept part of P renormalised (ScalingAttention, eq. 3 and 4).
+    """Return 1 - H(P, P~), with P~ the kept part of P renormalised (ScalingAttention, FAST).
 
     H = sqrt(1 - sqrt(m)) with m the kept mass. Written with the skipped mass it loses no digits
     near fidelity 1: H^2 = e / (1 + sqrt(1 - e)).
@@ -99,7 +99,7 @@ def bucket_steps(num_steps: int, num_buckets: int) -> list[list[int]]:
 def target_shape(
     num_layers: int, buckets: list[list[int]], *, omega: float, gamma: float, orientation: str
 ) -> Tensor:
-    """Return the target fidelity over its ceiling: A / beta = 1 - (1 - x)^gamma (eq. 5).
+    """Return the target fidelity over its ceiling: A / beta = 1 - (1 - x)^gamma (FAST).
 
     x = (l + omega * t) / (N_L + omega * N_T), with l and t counted from 1 towards the end where the
     orientation wants the highest fidelity; a bucket stands at the mean of its steps.

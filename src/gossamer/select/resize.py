@@ -71,7 +71,7 @@ def resize_map(thresholds: Tensor, source: Grid, target: Grid, *, axes: int, blo
     """Resize a threshold map conservatively: the least threshold of each block's footprint.
 
     For every p, the mask of the result holds each block whose footprint meets the mask of the map:
-    bilinear interpolation of the *mask*, rounded up (ScalingAttention, eq. 7), at all p at once.
+    bilinear interpolation of the *mask*, rounded up (ScalingAttention), at all p at once.
 
     Args:
         thresholds: [..., R, C] over the source's blocks.

@@ -19,7 +19,7 @@ def block_saliency(
     causal: bool = False,
     num_keys: int | None = None,
 ) -> Tensor:
-    """Return the mean attention probability of each tile and block (ScalingAttention, eq. 1).
+    """Return the mean attention probability of each tile and block (ScalingAttention, WEST).
 
     Exact: a chunk of query rows meets all keys at once, so that its probabilities are final, and
     only their sums over blocks are kept.
@@ -122,7 +122,7 @@ def block_sums(x: Tensor, block: int, num_keys: int) -> Tensor:
 
 
 def threshold_map(saliency: Tensor, possible: Tensor | None = None) -> Tensor:
-    """Return at which kept share of its row each block enters: rank / n (ScalingAttention, eq. 2).
+    """Return at which kept share of its row each block enters: rank / n (WEST).
 
     The union over prompts is the elementwise minimum of their maps.
 
