@@ -1,7 +1,7 @@
 """Compare methods at equal density on tiny-wan and write benchmarks/results/.
 
     python benchmarks/compare_tiny_wan.py                     # the README's table, on the CPU
-    python benchmarks/compare_tiny_wan.py --set all --device cuda --workers 6
+    python benchmarks/compare_tiny_wan.py --set all --device cuda --workers 16 --gpus 2
     python benchmarks/compare_tiny_wan.py --set ladder --device cuda --workers 6
 
 Held-out prompts. They are dealt to worker processes; on the CPU each has cores of its own. A run
@@ -118,6 +118,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda; float32 on both.")
     parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
     parser.add_argument("--workers", type=int, default=1, help="Processes side by side.")
+    parser.add_argument("--gpus", type=int, default=1, help="GPUs that the workers share.")
     parser.add_argument("--threads", type=int, default=2, help="Threads and cores per process.")
     parser.add_argument("--scratch", type=Path, default=None)
     parser.add_argument("--results", type=Path, default=None)
@@ -142,10 +143,12 @@ def run_workers(arguments: argparse.Namespace) -> None:
         "OMP_NUM_THREADS": str(arguments.threads),
         "HF_HUB_OFFLINE": "1",
     }
-    workers = [
-        subprocess.Popen([sys.executable, *sys.argv, "--shard", str(shard)], env=environment)
-        for shard in range(arguments.workers)
-    ]
+    workers = []
+    for shard in range(arguments.workers):
+        if arguments.device != "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = str(shard % arguments.gpus)
+        command = [sys.executable, *sys.argv, "--shard", str(shard)]
+        workers.append(subprocess.Popen(command, env=environment))
     deadline = None if arguments.seconds is None else time.monotonic() + arguments.seconds
     for worker in workers:
         try:
