@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from gossamer.cli import bench as command
+from gossamer.evaluation.bench import kernels as harness
+from gossamer.evaluation.bench.timing import Timing
 
 
 @pytest.mark.parametrize(
@@ -62,3 +64,26 @@ def test_rows_are_shown_and_written(run, monkeypatch, tmp_path):
     assert [case.name for case in asked["cases"]] == ["tokens-75600"]
     assert (asked["densities"], asked["kernels"]) == ([0.1], ["triton"])
     assert json.loads(out.read_text())["rows"] == [row]
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_the_fastest_dense_attention_is_the_yardstick(monkeypatch, installed):
+    """flash-attn-4 counts where it runs, and takes its tensors with heads behind tokens."""
+    asked = []
+    monkeypatch.setattr(harness, "unavailable", lambda device: [] if installed else ["no"])
+    monkeypatch.setattr(harness, "_flash_attention", lambda: lambda *x: asked.extend(x))
+    times = iter([50.0, 80.0, 40.0])
+
+    def time(call):
+        if installed and not asked:
+            call()
+        return Timing(median_ms=next(times), spread_ms=0.0, peak_extra_bytes=0)
+
+    monkeypatch.setattr(harness, "time_call", time)
+    q = torch.randn(1, 2, 8, 4)
+    monkeypatch.setattr(harness.functional, "scaled_dot_product_attention", lambda *x: None)
+    timing, name, found = harness._fastest_dense(q, q, q)
+    names = ["cudnn", "flash-2"] + ["flash-attn-4"] * installed
+    assert [name for name, _ in found] == names
+    assert (timing.median_ms, name) == ((40.0, "flash-attn-4") if installed else (50.0, "cudnn"))
+    assert [x.shape for x in asked] == [(1, 8, 2, 4)] * 3 * installed

@@ -1,6 +1,7 @@
-"""On a GPU: the CPU's plans, without waiting for the device; the Triton kernel; reuse."""
+"""On a GPU: the CPU's plans, without waiting for the device; the kernels; reuse."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -11,12 +12,16 @@ from hypothesis import strategies as st
 
 import gossamer as gs
 from cases import Options, Shape, options, random_plan, shapes
+from gossamer.kernels.flash import lists, paged, unavailable
 from gossamer.methods import get_method_class
 from oracle import assert_matches, tolerance
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # flash-attn-4 and its compiler warn of themselves wherever "auto" first takes them.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:Argument aux_data:UserWarning"),
 ]
 
 FIXED = [name for name in gs.list_methods() if name != "dense"]
@@ -93,7 +98,8 @@ def test_a_session_times_with_events() -> None:
     else:
         session.attention(*tensors, gs.Call(step=1))
     dense, sparse = session.records
-    fast = "reference" if find_spec("triton") is None else "triton"
+    plan = gs.InstaGen(density=0.3).plan(*tensors)
+    fast = next(name for name, no in gs.explain_kernels(*tensors, plan).items() if not no)
     assert (dense.path, sparse.path, sparse.kernel) == ("dense", "sparse", fast)
     assert dense.attention_ms > 0
     assert sparse.plan_ms > 0
@@ -103,19 +109,183 @@ def test_a_session_times_with_events() -> None:
 @given(shapes(), options(), st.sampled_from([torch.bfloat16, torch.float16, torch.float32]))
 def test_law_1_triton_equals_the_reference(shape: Shape, opt: Options, dtype: torch.dtype) -> None:
     pytest.importorskip("triton")
-    tensors = shape.tensors(dtype)
-    plan = random_plan(shape, opt)
-    keys, extra = plan.keys, [None, None]
-    if isinstance(keys, gs.KeyTokens) and keys.extra_k is not None:
-        extra = [keys.extra_k.to(dtype), keys.extra_v.to(dtype)]
-        plan = replace(plan, keys=replace(keys, extra_k=extra[0], extra_v=extra[1]))
-    got = gs.attend(*(x.cuda() for x in tensors), plan.to("cuda"), kernel="triton")
-    want = gs.attend(*(x.double() for x in tensors), plan, kernel="reference")
+    check_against_the_reference("triton", shape.tensors(dtype), random_plan(shape, opt))
+
+
+def check_against_the_reference(
+    kernel: str,
+    tensors: tuple[torch.Tensor, ...],
+    plan: gs.SparsePlan,
+    scale: float | None = None,
+) -> None:
     q, k, v = tensors
-    if extra[0] is not None:
+    keys, extra = plan.keys, ()
+    if isinstance(keys, gs.KeyTokens) and keys.extra_k is not None:
+        extra = (keys.extra_k.to(k.dtype), keys.extra_v.to(v.dtype))
+        plan = replace(plan, keys=replace(keys, extra_k=extra[0], extra_v=extra[1]))
+    got = gs.attend(*(x.cuda() for x in tensors), plan.to("cuda"), kernel=kernel, scale=scale)
+    want = gs.attend(*(x.double() for x in tensors), plan, kernel="reference", scale=scale)
+    if extra:
         k, v = torch.cat([k, extra[0]], 2), torch.cat([v, extra[1]], 2)
-    allowed = tolerance(q, k, v)
+    allowed = tolerance(q, k, v, scale=scale)
     assert_matches(gs.AttentionOutput(got.out.cpu(), got.lse.cpu()), want, allowed)
+
+
+def needs_hopper(test: Callable[..., None]) -> Callable[..., None]:
+    """Skip a test on other GPUs."""
+    other = torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0)
+    return pytest.mark.skipif(other, reason="needs a Hopper GPU")(test)
+
+
+def hopper_case(shape: Shape, opt: Options) -> tuple[Shape, Options]:
+    """Return what the kernel supports of what was drawn: tiles and head dims."""
+    return replace(shape, dim=64 if shape.seed % 2 else 128), replace(opt, tile=128)
+
+
+@needs_hopper
+@settings(max_examples=200)
+@given(
+    shapes(max_tokens=700),
+    options(),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.sampled_from([None, None, 0.3, -0.2, 0.0]),
+)
+def test_law_1_hopper_equals_the_reference(
+    shape: Shape, opt: Options, dtype: torch.dtype, scale: float | None
+) -> None:
+    shape, opt = hopper_case(shape, opt)
+    check_against_the_reference("hopper", shape.tensors(dtype), random_plan(shape, opt), scale)
+
+
+@needs_hopper
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_hopper_walks_many_tiles_and_keeps_a_launch_order_bit_for_bit(
+    blocks: bool, causal: bool
+) -> None:
+    """More tiles than multiprocessors, so that every program walks several; rows of many steps."""
+    shape = Shape(2, 2, 3, 3000, 3000, 128, 5)
+    opt = Options(blocks, causal, False, not blocks, 0, None, True, False, 128, 0.3)
+    plan = random_plan(shape, opt).to("cuda")
+    tensors = [x.cuda() for x in shape.tensors(torch.bfloat16)]
+    order = torch.rand(2, 6, plan.num_tiles, device="cuda").argsort(-1).int()
+    got = gs.attend(*tensors, plan, kernel="hopper")
+    again = gs.attend(*tensors, replace(plan, launch_order=order), kernel="hopper")
+    assert torch.equal(got.out, again.out)
+    assert torch.equal(got.lse, again.lse)
+    want = gs.attend(*tensors, plan, kernel="reference")
+    assert_matches(got, want, tolerance(*(x.cpu() for x in tensors)))
+
+
+@needs_hopper
+def test_hopper_leaves_alone_what_is_not_listed() -> None:
+    shape = Shape(2, 2, 1, 300, 700, 128, 4)
+    opt = Options(False, False, True, True, 5, None, True, False, 128, 0.3)
+    plan = random_plan(shape, opt)
+    read = (plan.weights()[..., :700] > 0).any(2)[..., None]
+    q, k, v = (x.cuda() for x in shape.tensors(torch.bfloat16))
+    broken = [x.masked_fill(~read.cuda(), torch.nan) for x in (k, v)]
+    want = gs.attend(q, k, v, plan.to("cuda"), kernel="hopper")
+    got = gs.attend(q, *broken, plan.to("cuda"), kernel="hopper")
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
+def needs_flash(test: Callable[..., None]) -> Callable[..., None]:
+    """Skip a test where flash-attn-4 does not run."""
+    missing = torch.cuda.is_available() and bool(unavailable(torch.device("cuda")))
+    return pytest.mark.skipif(missing, reason="needs flash-attn-4 on a GPU that it knows")(test)
+
+
+def flash_case(shape: Shape, opt: Options) -> tuple[Shape, Options]:
+    """Return what the kernel supports of what was drawn: tiles, head dims and masks."""
+    dim = {8: 64, 20: 80, 32: 96}.get(shape.dim, 128 if shape.seed % 2 else 112)
+    return replace(shape, dim=dim), replace(opt, tile=128, window=None, causal=False)
+
+
+@needs_flash
+@settings(max_examples=150)
+@given(
+    shapes(max_tokens=700),
+    options(),
+    st.sampled_from([torch.bfloat16, torch.float16]),
+    st.sampled_from([None, None, 0.3, -0.2, 0.0]),
+)
+def test_law_1_flash_equals_the_reference(
+    shape: Shape, opt: Options, dtype: torch.dtype, scale: float | None
+) -> None:
+    shape, opt = flash_case(shape, opt)
+    check_against_the_reference("flash", shape.tensors(dtype), random_plan(shape, opt), scale)
+
+
+@needs_flash
+@pytest.mark.parametrize("permuted", [False, True], ids=["in order", "permuted"])
+@pytest.mark.parametrize("num_keys", [1024, 1000])
+@pytest.mark.parametrize("block", [1, 16, 32, 64, 128, 256])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_flash_runs_blocks_of_every_size(
+    dim: int, block: int, num_keys: int, permuted: bool
+) -> None:
+    """As pages, as tokens and block-sparse; query tiles share rows, and some rows are empty."""
+    shape = Shape(2, 2, 2, 900, num_keys, dim, block)
+    opt = Options(True, False, False, False, 0, None, permuted, False, 128, 0.3)
+    plan = random_plan(shape, opt)
+    rows = (*plan.keys.count.shape, -(-num_keys // block))
+    mask = torch.rand(rows, generator=shape.generator()) < 0.3
+    mask[:, :, 1] = False
+    order = None
+    if permuted:
+        order = torch.randperm(num_keys, generator=shape.generator()).int().view(1, 1, -1)
+    keys = gs.KeyBlocks.from_mask(mask, block=block, key_order=order)
+    plan = replace(plan, keys=keys)
+    check_against_the_reference("flash", shape.tensors(torch.bfloat16), plan)
+
+
+@needs_flash
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys"), [(900, 900), (1024, 1024), (300, 1000), (700, 500)]
+)
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_flash_runs_causal_blocks(dim: int, num_queries: int, num_keys: int) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("causal plans run on compute capability 9.0 alone")
+    shape = Shape(2, 2, 2, num_queries, num_keys, dim, 1)
+    opt = Options(True, True, False, False, 0, None, False, False, 128, 0.5)
+    plan = random_plan(shape, opt)
+    rows = (*plan.keys.count.shape, -(-num_keys // 128))
+    mask = torch.rand(rows, generator=shape.generator()) < 0.5
+    plan = replace(plan, keys=gs.KeyBlocks.from_mask(mask, block=128))
+    check_against_the_reference("flash", shape.tensors(torch.bfloat16), plan)
+
+
+@needs_flash
+def test_flash_leaves_alone_what_is_not_read() -> None:
+    """NaN under weights of 0 and in keys that are not listed, in a full and in a partial tile."""
+    shape = Shape(2, 2, 1, 300, 700, 128, 4)
+    opt = Options(False, False, True, True, 5, None, True, False, 128, 0.3)
+    plan = random_plan(shape, opt)
+    dead = torch.rand(plan.keys.log_weight.shape, generator=shape.generator()) < 0.3
+    weight = plan.keys.log_weight.masked_fill(dead, -torch.inf)
+    plan = replace(plan, keys=replace(plan.keys, log_weight=weight))
+    read = (plan.weights()[..., :700] > 0).any(2)[..., None]
+    q, k, v = (x.cuda() for x in shape.tensors(torch.bfloat16))
+    broken = [x.masked_fill(~read.cuda(), torch.nan) for x in (k, v)]
+    want = gs.attend(q, k, v, plan.to("cuda"), kernel="flash")
+    got = gs.attend(q, *broken, plan.to("cuda"), kernel="flash")
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
+@needs_flash
+def test_flash_runs_long_lists_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows at a constant stride, of which the longest is read back once."""
+    monkeypatch.setattr(lists, "_UNASKED_BYTES", 0)
+    monkeypatch.setattr(paged, "_WORK_BYTES", 1)
+    shape = Shape(2, 2, 2, 3000, 3000, 128, 4)
+    for weighted in (False, True):
+        opt = Options(False, False, False, weighted, 0, None, False, False, 128, 0.3)
+        plan = random_plan(shape, opt)
+        check_against_the_reference("flash", shape.tensors(torch.bfloat16), plan)
 
 
 @pytest.mark.parametrize("offload", ["none", "cpu"])

@@ -211,7 +211,7 @@ def test_an_explicit_kernel_never_falls_back() -> None:
     plan = gs.Dense().plan(q, k, v)
     with pytest.raises(gs.UnsupportedError, match="kernel 'cpu' cannot run this: inference only"):
         gs.attend(q.requires_grad_(), k, v, plan, kernel="cpu")
-    with pytest.raises(gs.UnsupportedError, match=r"unknown kernel 'cuda': known are auto, triton"):
+    with pytest.raises(gs.UnsupportedError, match=r"unknown kernel 'cuda': known are auto, hopper"):
         gs.attend(q, k, v, plan, kernel="cuda")
 
 

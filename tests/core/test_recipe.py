@@ -97,7 +97,7 @@ def test_shipped_recipes_load(name: str) -> None:
         ("dense_steps = 0.3", r"needs a \[method\] table with a name"),
         ("[method]\nmass = 0.3", r"needs a \[method\] table with a name"),
         ("method = ", "not valid TOML"),
-        ("kernel = 'fast'\nmethod = 'dense'", "unknown kernel 'fast': known are auto, triton"),
+        ("kernel = 'fast'\nmethod = 'dense'", "unknown kernel 'fast': known are auto, hopper"),
         ("min_tokens = -1\nmethod = 'dense'", "min_tokens=-1: must be an integer >= 0"),
         ("min_tokens = true\nmethod = 'dense'", "min_tokens=True: must be an integer >= 0"),
     ],

@@ -86,7 +86,8 @@ def _extra(name: str, packages: Sequence[str]) -> dict[str, Any]:
 def _kernels(device: str) -> dict[str, list[str]]:
     """Return every kernel with the reasons why it cannot run a small sparse plan here."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, 256, 64, generator=generator).to(device) for _ in range(3))
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q, k, v = (torch.randn(1, 1, 256, 64, generator=generator).to(device, dtype) for _ in "qkv")
     plan = gs.get_method("block-topk", density=0.5).plan(q, k, v, gs.Call())
     return {name: list(reasons) for name, reasons in gs.explain_kernels(q, k, v, plan).items()}
 

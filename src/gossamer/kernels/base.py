@@ -45,3 +45,14 @@ class Kernel(Protocol):
 def with_virtual_keys(x: Tensor, extra: Tensor | None) -> Tensor:
     """Append virtual keys (or values) [B, Hk, E, D] to x [B, Hk, S, D]."""
     return x if extra is None else torch.cat([x, extra.to(x.dtype)], dim=2)
+
+
+def with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return queries and a scale above 0 with the same logits.
+
+    For kernels that take the maximum before they scale: below 0 that is the minimum, and at 0 a
+    masked logit becomes 0 * -inf.
+    """
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)

@@ -10,12 +10,22 @@ from torch import Tensor
 from gossamer.errors import UnsupportedError
 from gossamer.kernels.base import Kernel
 from gossamer.kernels.cpu import CpuKernel
+from gossamer.kernels.flash import FlashKernel
+from gossamer.kernels.hopper import HopperKernel
 from gossamer.kernels.reference import ReferenceKernel
 from gossamer.kernels.triton import TritonKernel
-from gossamer.plan import SparsePlan
+from gossamer.plan import KeyBlocks, SparsePlan
 
-# In the order of preference of kernel="auto".
-_KERNELS: tuple[Kernel, ...] = (TritonKernel(), CpuKernel(), ReferenceKernel())
+_FLASH_BLOCK = 128  # keys per tile of flash-attn-4
+
+# In the order of preference of kernel="auto", but for what `_order` says.
+_KERNELS: tuple[Kernel, ...] = (
+    HopperKernel(),
+    FlashKernel(),
+    TritonKernel(),
+    CpuKernel(),
+    ReferenceKernel(),
+)
 
 
 def list_kernels() -> list[str]:
@@ -43,7 +53,7 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, kernel: str
         if reasons:
             raise UnsupportedError([f"kernel {kernel!r} cannot run this: {r}" for r in reasons])
         return by_name[kernel]
-    for candidate in _KERNELS:
+    for candidate in _order(plan):
         if not candidate.supports(q, k, v, plan):
             wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
             if candidate.name == "reference" and not wants_gradients:
@@ -52,6 +62,19 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, kernel: str
     raise UnsupportedError(
         [f"{n}: {'; '.join(r)}" for n, r in explain_kernels(q, k, v, plan).items()]
     )
+
+
+def _order(plan: SparsePlan) -> tuple[Kernel, ...]:
+    """Return the kernels in the order in which "auto" tries them.
+
+    On an H200 `hopper` was ahead of `flash` on single tokens, small blocks and weighted rows, and
+    behind on blocks that fill flash-attn-4's own tiles (benchmarks/results/kernels-h200.json). A
+    launch order is there for its effect, and `flash` ignores it.
+    """
+    whole = isinstance(plan.keys, KeyBlocks) and plan.keys.block == _FLASH_BLOCK
+    if whole and plan.launch_order is None:
+        return tuple(sorted(_KERNELS, key=lambda kernel: kernel.name != FlashKernel.name))
+    return _KERNELS
 
 
 def _warn_slow(device: torch.device) -> None:

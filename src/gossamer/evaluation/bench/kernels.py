@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -16,6 +17,7 @@ import gossamer as gs
 from gossamer.evaluation.bench.cases import CASES, Case
 from gossamer.evaluation.bench.timing import Timing, time_call
 from gossamer.evaluation.environment import environment, package_version
+from gossamer.kernels.flash import unavailable
 from gossamer.plan.rows import tile_queries, tile_rows
 
 DENSITIES = (0.1, 0.2, 0.5)
@@ -92,8 +94,17 @@ def _fastest_dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Timing, str, list[t
             found.append(
                 (name, time_call(lambda: functional.scaled_dot_product_attention(q, k, v)))
             )
+    if not unavailable(q.device):
+        flash = _flash_attention()
+        q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))  # it takes [B, N, H, D], strided
+        found.append(("flash-attn-4", time_call(lambda: flash(q_, k_, v_))))
     name, timing = min(found, key=lambda entry: entry[1].median_ms)
     return timing, name, found
+
+
+def _flash_attention() -> Callable[..., object]:
+    """Return flash-attn-4's dense attention."""
+    return importlib.import_module("flash_attn.cute.interface").flash_attn_func
 
 
 def _bound(q: Tensor, k: Tensor, v: Tensor) -> float:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.base import AttentionOutput
-from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan
+from gossamer.kernels.strides import dense_rows, shared_strides, virtual_keys
+from gossamer.plan import KeyBlocks, SparsePlan
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LOG2_E = 1.4426950408889634
@@ -66,6 +67,7 @@ class TritonKernel:
                 M=max(_MIN_DOT, _power_of_2(plan.tile)),
                 D=dim,
                 DP=max(_MIN_DOT, _power_of_2(dim)),
+                enable_fp_fusion=True,  # the default changes with Triton 3.10
                 PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
                 **flags,
                 **_configuration(plan.tile, dim, q.dtype),
@@ -94,20 +96,20 @@ def _arguments(
     index = keys.index.contiguous()
     start = None if blocks else keys.start
     log_weight = None if blocks else keys.log_weight
-    extra_k, extra_v = (None, None) if blocks else _extras(keys, k.dtype)
+    extra_k, extra_v = virtual_keys(keys, k.dtype)
     valid = plan.key_valid
     tensors = [
         *(q, k, v, extra_k, extra_v, out, lse),
-        *(_dense_rows(x) for x in (plan.query_index, plan.tile_row, plan.launch_order)),
-        *(_dense_rows(start), _dense_rows(keys.count), index, log_weight, _dense_rows(order)),
+        *(dense_rows(x) for x in (plan.query_index, plan.tile_row, plan.launch_order)),
+        *(dense_rows(start), dense_rows(keys.count), index, log_weight, dense_rows(order)),
         None if valid is None else valid.contiguous().view(torch.uint8),
     ]
-    numbers = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *_shared(extra_k)]
+    numbers = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *shared_strides(extra_k)]
     numbers += [*out.stride()[:3], *lse.stride()[:2]]
-    numbers += [n for x in tensors[7:10] for n in _shared(x)]
-    numbers += [n for x in tensors[10:12] for n in _shared(x)]
-    numbers += [*_shared(index), index.shape[-1]] if blocks else [0, 0, 0]
-    numbers += _shared(tensors[14])
+    numbers += [n for x in tensors[7:10] for n in shared_strides(x)]
+    numbers += [n for x in tensors[10:12] for n in shared_strides(x)]
+    numbers += [*shared_strides(index), index.shape[-1]] if blocks else [0, 0, 0]
+    numbers += shared_strides(tensors[14])
     numbers += [0 if valid is None or valid.shape[0] == 1 else valid.shape[1]]
     left, right, sink = plan.window or (-1, -1, 0)
     places = plan.num_keys if order is None else order.shape[-1]
@@ -129,28 +131,6 @@ def _arguments(
         "WINDOW": plan.window is not None,
     }
     return tensors, numbers, flags
-
-
-def _extras(keys: KeyTokens, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """Return the virtual keys and values, contiguous and in the keys' dtype."""
-    if keys.extra_k is None or keys.extra_v is None or keys.num_extra == 0:
-        return None, None
-    return keys.extra_k.to(dtype).contiguous(), keys.extra_v.to(dtype).contiguous()
-
-
-def _dense_rows(x: Tensor | None) -> Tensor | None:
-    """Return a tensor whose axes behind batch and head are dense; shared axes stay shared."""
-    if x is None:
-        return None
-    x = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride()[:2])]
-    return x.contiguous()
-
-
-def _shared(x: Tensor | None) -> list[int]:
-    """Return batch and head strides, 0 where the axis has size 1 and is shared."""
-    if x is None:
-        return [0, 0]
-    return [0 if x.shape[axis] == 1 else x.stride(axis) for axis in (0, 1)]
 
 
 def _power_of_2(number: int) -> int:

@@ -130,7 +130,7 @@ def _walk(
 
 
 @triton.jit
-def _below(index_row, count, bound, BLOCK: tl.constexpr):
+def count_below(index_row, count, bound, BLOCK: tl.constexpr):
     """Return how many entries of an ascending row begin below a key, by bisection."""
     least = 0
     most = count
@@ -280,13 +280,13 @@ def forward(
     if CAUSAL and not HAS_ORDER:
         # What lies behind the tile's last position is cut off.
         last = tl.max(tl.where(is_query, position, -1))
-        count = _below(index_row, count, last + 1, BLOCK)
+        count = count_below(index_row, count, last + 1, BLOCK)
     length = count
     if BLOCK > 0:
         length = count * BLOCK
     real = length
     if HAS_EXTRA:
-        real = _below(index_row, count, num_keys, 0)  # virtual keys stand last
+        real = count_below(index_row, count, num_keys, 0)  # virtual keys stand last
     weight_row = log_weight_ptr
     if HAS_WEIGHTS:
         weight_row = log_weight_ptr + first
