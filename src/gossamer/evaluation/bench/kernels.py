@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gossamer as gs
-from gossamer.evaluation.bench.cases import CASES, Case
+from gossamer.evaluation.bench.case import Case, Stage
+from gossamer.evaluation.bench.cases import CASES
+from gossamer.evaluation.bench.check import check_kernel, error_bound
+from gossamer.evaluation.bench.dense import DenseTimes, fastest_dense
+from gossamer.evaluation.bench.document import Row, Run, failure, run_cases
 from gossamer.evaluation.bench.timing import Timing, time_call
-from gossamer.evaluation.environment import environment, package_version
-from gossamer.kernels.flash import unavailable
-from gossamer.plan.rows import tile_queries, tile_rows
 
 DENSITIES = (0.1, 0.2, 0.5)
-_CHECKED_TILES = 4  # per head, against the float64 reference
-# A row of few keys in bfloat16 is further from float64 than dense attention is, by its rounding.
-_ALLOWED = 2.0
-_ROUNDING = torch.finfo(torch.bfloat16).eps
-
-OnCase = Callable[[str], None]
 
 
 def bench_kernels(
@@ -34,45 +26,75 @@ def bench_kernels(
     cases: Sequence[Case] = CASES,
     densities: Sequence[float] = DENSITIES,
     kernels: Sequence[str] | None = None,
-    on_case: OnCase | None = None,
+    run: Run | None = None,
 ) -> dict[str, Any]:
-    """Time kernels on the current CUDA device.
+    """Time kernels on a CUDA device.
 
     Each row is checked against `kernel="reference"` before it is timed, and dense attention is
-    timed in the same run: efficiency = fastest dense time / sparse time * density.
+    timed in the same run: efficiency = fastest dense time / sparse time * density. Causal plans are
+    measured against causal dense attention.
 
     Args:
         cases: What to run.
-        densities: Shares of the keys per row.
+        densities: Shares of the keys per row, for the cases that have none of their own.
         kernels: Names of Gossamer's kernels; None for all but the reference that run here.
-        on_case: Called with what runs next.
+        run: Device, file and time limit; None for the current CUDA device without either.
 
     Returns:
-        The results document: `environment` and `rows`.
-
-    Raises:
-        ArithmeticError: A kernel is further from the reference than twice dense attention is.
+        The results document, see `run_cases`. A kernel that is further from the reference than
+        twice dense attention is among its failures and has no time.
     """
-    device = torch.device("cuda")
-    rows: list[dict[str, Any]] = []
-    for case in cases:
-        q, k, v = case.tensors(device)
-        with torch.no_grad():
-            dense, dense_name, others = _fastest_dense(q, k, v)
-            rows += [{"case": case.name, "kernel": name, **_dense_row(t)} for name, t in others]
-            bound = _bound(q, k, v)
-            for density in densities:
-                plan = case.plan(density, device)
-                for name in _runnable(q, k, v, plan, kernels):
-                    if on_case is not None:
-                        on_case(f"{case.name} at {density:g}, {name}")
-                    error = _check(case, name, q, k, v, plan, bound)
-                    timing = time_call(partial(gs.attend, q, k, v, plan, kernel=name))
-                    row = _row(case, name, plan, timing, dense)
-                    rows.append({**row, "dense_kernel": dense_name, "rel_error": error})
-                del plan
-    versions = {name: package_version(name) for name in ("triton", "flash-attn-4")}
-    return {"environment": {**environment(device), **versions}, "rows": rows}
+    run = Run() if run is None else run
+    with torch.no_grad():
+        return run_cases(cases, lambda case: _measure(case, densities, kernels, run), run)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    """One kernel on one plan.
+
+    Attributes:
+        stage: Whose plan it was.
+        kernel: The kernel's name.
+        timing: Kernel and preparation together.
+    """
+
+    stage: Stage
+    kernel: str
+    timing: Timing
+
+
+def _measure(
+    case: Case, densities: Sequence[float], kernels: Sequence[str] | None, run: Run
+) -> Iterator[Row]:
+    """Yield the rows of a case: dense attention, every kernel on every plan, sums over layers."""
+    q, k, v = case.tensors(run.device)
+    dense = fastest_dense(q, k, v, causal=case.causal)
+    for name, timing in dense.each:
+        yield {**_named(case, "", name, q.shape[2]), **_dense_row(timing)}
+    bound = error_bound(q, k, v)
+    of_layers: list[_Measured] = []
+    kinds: set[str] = set()
+    for stage in case.stages(densities, (q, k, v), run.device):
+        kinds |= {stage.name} if stage.layers else set()
+        prepared = None if stage.prepare is None else time_call(stage.prepare)
+        for kernel in _runnable(q, k, v, stage.plan, kernels):
+            what = " ".join(part for part in (case.name, stage.name) if part)
+            run.say(f"{what} at {stage.plan.density:.3g}, {kernel}")
+            try:
+                error = check_kernel(kernel, q, k, v, stage.plan, bound)
+            except ArithmeticError as wrong:
+                yield failure(what, wrong)
+                continue
+            timing = time_call(partial(gs.attend, q, k, v, stage.plan, kernel=kernel))
+            row = _row(stage, timing, prepared, dense)
+            yield {**_named(case, stage.name, kernel, q.shape[2]), **row, "rel_error": error}
+            if stage.layers:
+                of_layers.append(_Measured(stage=stage, kernel=kernel, timing=timing))
+    if kinds and kinds == {one.stage.name for one in of_layers}:
+        row = _over_layers(of_layers, dense)
+        stage_name, kernel = row.pop("stage"), row.pop("kernel")
+        yield {**_named(case, stage_name, kernel, q.shape[2]), **row}
 
 
 def _runnable(
@@ -85,78 +107,65 @@ def _runnable(
             yield name
 
 
-def _fastest_dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Timing, str, list[tuple[str, Timing]]]:
-    """Time every dense attention there is; return the fastest, its name and all of them."""
-    found: list[tuple[str, Timing]] = []
-    backends = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash-2": SDPBackend.FLASH_ATTENTION}
-    for name, backend in backends.items():
-        with sdpa_kernel(backend):
-            found.append(
-                (name, time_call(lambda: functional.scaled_dot_product_attention(q, k, v)))
-            )
-    if not unavailable(q.device):
-        flash = _flash_attention()
-        q_, k_, v_ = (x.transpose(1, 2) for x in (q, k, v))  # it takes [B, N, H, D], strided
-        found.append(("flash-attn-4", time_call(lambda: flash(q_, k_, v_))))
-    name, timing = min(found, key=lambda entry: entry[1].median_ms)
-    return timing, name, found
+def _named(case: Case, stage: str, kernel: str, num_tokens: int) -> Row:
+    """Return how a row begins."""
+    return {"case": case.name, "stage": stage, "kernel": kernel, "num_tokens": num_tokens}
 
 
-def _flash_attention() -> Callable[..., object]:
-    """Return flash-attn-4's dense attention."""
-    return importlib.import_module("flash_attn.cute.interface").flash_attn_func
-
-
-def _bound(q: Tensor, k: Tensor, v: Tensor) -> float:
-    """Return how far a kernel may stand from float64, relative: twice what dense attention does."""
-    q, k, v = q[:, :1, :128], k[:, :1, :4096], v[:, :1, :4096]
-    got = functional.scaled_dot_product_attention(q, k, v).double()
-    want = functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
-    return _ALLOWED * float((got - want).norm() / want.norm()) + _ROUNDING
-
-
-def _check(
-    case: Case, kernel: str, q: Tensor, k: Tensor, v: Tensor, plan: gs.SparsePlan, bound: float
-) -> float:
-    """Return the relative error on some tiles of every head, or refuse to time the kernel."""
-    tiles = torch.linspace(0, plan.num_tiles - 1, _CHECKED_TILES, device=q.device).long()
-    some = replace(
-        plan,
-        query_index=tile_queries(plan)[:, :, tiles].int(),
-        tile_row=tile_rows(plan)[:, :, tiles].int(),
-    )
-    queries = tile_queries(some).flatten()
-    queries = queries[queries >= 0]
-    want = gs.attend(q, k, v, some, kernel="reference").out[:, :, queries].double()
-    got = gs.attend(q, k, v, plan, kernel=kernel).out[:, :, queries].double()
-    error = float((got - want).norm() / want.norm())
-    if not error <= bound:
-        raise ArithmeticError(
-            f"{kernel} on {case.name}: relative error {error:.3g} is above {bound:.3g}"
-        )
-    return error
-
-
-def _row(
-    case: Case, kernel: str, plan: gs.SparsePlan, timing: Timing, dense: Timing
-) -> dict[str, Any]:
-    """Return one row of the results."""
+def _row(stage: Stage, timing: Timing, prepared: Timing | None, dense: DenseTimes) -> Row:
+    """Return the row of a kernel; `median_ms` holds the preparation too."""
+    prepare_ms = 0.0 if prepared is None else prepared.median_ms
+    whole = replace(timing, median_ms=timing.median_ms + prepare_ms)
     return {
-        "case": case.name,
-        "kernel": kernel,
-        "density": plan.density,
-        **asdict(timing),
-        "dense_ms": dense.median_ms,
-        "efficiency": dense.median_ms / timing.median_ms * plan.density,
-        "speedup": dense.median_ms / timing.median_ms,
+        "density": stage.plan.density,
+        **asdict(whole),
+        "prepare_ms": prepare_ms,
+        "layers": stage.layers,
+        **_against(dense, whole.median_ms, dense.timing.median_ms, stage.plan.density),
     }
 
 
-def _dense_row(timing: Timing) -> dict[str, Any]:
+def _over_layers(measured: Sequence[_Measured], dense: DenseTimes) -> Row:
+    """Return the row of all layers, each kind of layer by the kernel that is its fastest."""
+    best: dict[str, _Measured] = {}
+    for one in measured:
+        other = best.get(one.stage.name)
+        if other is None or one.timing.median_ms < other.timing.median_ms:
+            best[one.stage.name] = one
+    layers = sum(one.stage.layers for one in best.values())
+    median = sum(one.stage.layers * one.timing.median_ms for one in best.values())
+    density = sum(one.stage.layers * one.stage.plan.density for one in best.values()) / layers
+    return {
+        "stage": f"{layers} layers",
+        "kernel": " + ".join(dict.fromkeys(one.kernel for one in best.values())),
+        "density": density,
+        "median_ms": median,
+        "spread_ms": sum(one.stage.layers * one.timing.spread_ms for one in best.values()),
+        "peak_extra_bytes": max(one.timing.peak_extra_bytes for one in best.values()),
+        "prepare_ms": 0.0,
+        "layers": layers,
+        **_against(dense, median, layers * dense.timing.median_ms, density),
+        "rel_error": None,
+    }
+
+
+def _against(dense: DenseTimes, median_ms: float, dense_ms: float, density: float) -> Row:
+    """Return how a time stands to dense attention's."""
+    return {
+        "dense_ms": dense_ms,
+        "dense_kernel": dense.name,
+        "efficiency": dense_ms / median_ms * density,
+        "speedup": dense_ms / median_ms,
+    }
+
+
+def _dense_row(timing: Timing) -> Row:
     """Return the row of a dense attention."""
     return {
         "density": 1.0,
         **asdict(timing),
+        "prepare_ms": 0.0,
+        "layers": 0,
         "dense_ms": timing.median_ms,
         "dense_kernel": None,
         "efficiency": 1.0,

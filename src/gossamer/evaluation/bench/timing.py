@@ -1,8 +1,9 @@
-"""Timing work on a GPU: medians over repetitions, and the memory that a call takes."""
+"""Timing work on a GPU: medians over repetitions, memory, and how often the host waits."""
 
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import torch
 _WARM_UP = 3
 _BUDGET_MS = 400.0  # of repetitions per figure
 _MOST, _LEAST = 100, 5
+_SYNCHRONISES = "called a synchronizing CUDA operation"  # torch's warning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,16 +30,24 @@ class Timing:
     peak_extra_bytes: int
 
 
-def time_call(call: Callable[[], object]) -> Timing:
-    """Time a call on the current CUDA device; warm-up calls are not counted."""
-    for _ in range(_WARM_UP - 1):
+def time_call(
+    call: Callable[[], object], *, warm_up: int = _WARM_UP, least: int = _LEAST
+) -> Timing:
+    """Time a call on the current CUDA device; warm-up calls are not counted.
+
+    Args:
+        call: What to time.
+        warm_up: Calls before, at least 1; the last one measures the memory.
+        least: Repetitions, at least 2; more where they are short.
+    """
+    for _ in range(warm_up - 1):
         call()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     first = _once(call)
     peak = torch.cuda.max_memory_allocated() - before
-    repetitions = int(min(_MOST, max(_LEAST, _BUDGET_MS / max(first, 1e-3))))
+    repetitions = int(min(_MOST, max(least, _BUDGET_MS / max(first, 1e-3))))
     times = sorted(_once(call) for _ in range(repetitions))
     quartiles = statistics.quantiles(times, n=4)
     return Timing(
@@ -45,6 +55,24 @@ def time_call(call: Callable[[], object]) -> Timing:
         spread_ms=quartiles[2] - quartiles[0],
         peak_extra_bytes=peak,
     )
+
+
+def count_synchronisations(call: Callable[[], object]) -> int:
+    """Return how often a call makes the host wait for the current CUDA device.
+
+    As torch's own debug mode counts: what it does not know to wait (`Event.synchronize`, libraries
+    of others) is not in it.
+    """
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum(_SYNCHRONISES in str(entry.message) for entry in caught)
 
 
 def _once(call: Callable[[], object]) -> float:
