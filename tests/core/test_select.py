@@ -126,6 +126,17 @@ def test_importance_probabilities_are_the_exact_solution(
         )
 
 
+def test_a_cluster_that_holds_the_whole_budget_is_read_whatever_rounding_says() -> None:
+    """All others lie so far below that its log lambda + log s may round to above 0."""
+    for seed in range(50):
+        best = float(3 * torch.randn((), generator=torch.Generator().manual_seed(seed)))
+        score = torch.tensor([[[[best, best - 60, best - 90]]]])
+        size = torch.tensor([[[[seed + 1, 7, 9]]]])
+        none = torch.zeros(1, 1, 1, 3, dtype=torch.bool)
+        log_pi = inclusion_by_importance(score, size, none, torch.tensor([[[seed + 1]]]))
+        assert float(log_pi[0, 0, 0, 0]) == pytest.approx(0, abs=1e-12)
+
+
 def test_a_spread_of_logits_zeroes_no_cluster() -> None:
     """In float32 with a subtracted maximum, half of these would have probability 0."""
     score = torch.linspace(0, -300, 50).view(1, 1, 1, -1)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from gossamer.counter import uniform
+from gossamer.group.gpu import kmeans as gpu
+from gossamer.group.gpu.available import runs_triton
 
 _CHUNK_BYTES = 64 << 20  # of the float32 distances held at once
 
@@ -62,6 +64,9 @@ def kmeans(
 ) -> Clusters:
     """Cluster tokens by Euclidean distance (Lloyd's algorithm).
 
+    On a GPU with Triton, kernels of our own run (`group/gpu`). They compare with centroids rounded
+    to the tokens' dtype, so a label may be that of a neighbour as near within that rounding.
+
     Args:
         x: [B, H, N, D] tokens, any floating dtype; distances and sums are float32.
         num_clusters: C, clusters per head, at least 1.
@@ -84,6 +89,11 @@ def kmeans(
         in_use = torch.arange(num_clusters, device=device) < active[:, None]  # [B, C]
     if init is None:
         init = _initial(x, num_clusters, draw=draw, valid=valid, active=active)
+    if runs_triton(x) and gpu.takes(x):
+        centroids, labels, sizes = gpu.lloyd(
+            x, init, valid=valid, active=active, iterations=iterations, tolerance=tolerance
+        )
+        return Clusters(centroids=centroids, labels=labels, sizes=sizes)
     centroids = init
     frozen = torch.zeros(batch, heads, 1, 1, dtype=torch.bool, device=device)
     labels = torch.empty(x.shape[:3], dtype=torch.int64, device=device)

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from gossamer.counter import uniform
+from gossamer.group.gpu.available import runs_triton
 
 _CHUNK_BYTES = 128 << 20  # of the float32 tokens of the heads that are ordered together
+_GPU_ROWS = 128  # heads of all batch rows ordered together on a GPU: 2.5 MB of moments each
 _SALT = 3  # of the start of the power iteration; apart from the salts of the clusterings
 _FLAT = 1e-6  # spread over size below which a group is one point: float32 rounding is of this size
 
@@ -29,8 +31,16 @@ def pddp(x: Tensor, *, tile: int = 128, valid: Tensor | None = None, iterations:
 
     Returns:
         [B, H, N] int64, a permutation of the tokens: tile t is entries t * tile … (t + 1) * tile.
+
+    On a GPU kernels do the same with second moments (`group/gpu/pddp.py`): tiles hold the same
+    tokens up to rounding, in their own order instead of along the last direction.
     """
     batch, heads, length, dim = x.shape
+    if runs_triton(x) and length:
+        from gossamer.group.gpu import pddp as module
+
+        if module.takes(x):
+            return _order_by_kernels(x, valid, tile, iterations)
     num_tiles = -(-length // tile)
     row = torch.arange(batch * heads, device=x.device)
     chunk = max(1, _CHUNK_BYTES // max(4 * num_tiles * tile * dim, 1))
@@ -86,6 +96,40 @@ def _order(x: Tensor, valid: Tensor | None, tile: int, iterations: int) -> Tenso
     return order[:, :length]
 
 
+def _order_by_kernels(x: Tensor, valid: Tensor | None, tile: int, iterations: int) -> Tensor:
+    """Return what `pddp` does, by the kernels for a GPU."""
+    from gossamer.group.gpu import pddp as module
+
+    batch, heads, length, dim = x.shape
+    place = torch.arange(-(-length // tile) * tile, device=x.device).clamp(max=length - 1)
+    if valid is None:
+        tokens = torch.full((batch,), length, dtype=torch.int32, device=x.device)
+        order = place.int().expand(batch, -1)
+    else:
+        tokens = valid.sum(-1).int()
+        order = torch.argsort((~valid).byte(), dim=-1, stable=True)[:, place].int()
+    start = _start(dim, x.device)
+    at_once = max(1, _GPU_ROWS // heads)
+    orders = [
+        module.order_tokens(
+            x[begin : begin + at_once],
+            order[begin : begin + at_once].repeat_interleave(heads, dim=0),
+            tokens[begin : begin + at_once].repeat_interleave(heads),
+            tile=tile,
+            start=start,
+            iterations=iterations,
+        )
+        for begin in range(0, batch, at_once)
+    ]
+    return torch.cat(orders).view(batch, heads, -1)[..., :length].long()
+
+
+def _start(dim: int, device: torch.device) -> Tensor:
+    """Return the direction [D] from which power iteration starts."""
+    start = uniform(_SALT, torch.arange(dim, device=device), device=device).float() - 0.5
+    return start / start.norm()
+
+
 def _as_integer(x: Tensor) -> Tensor:
     """Map float32 to int64 of 32 bits in the same order, so that one sort takes group and value."""
     bits = (x + 0.0).view(torch.int32).long()  # + 0.0 makes -0.0 equal to 0.0
@@ -132,10 +176,7 @@ class _Groups:
             size: [R, 1], squared length of what was subtracted from all tokens.
             iterations: Power iterations.
         """
-        device = self._x.device
-        axis = torch.arange(self._x.shape[-1], device=device)
-        start = uniform(_SALT, axis, device=device).float() - 0.5
-        direction = (start / start.norm()).expand_as(self._mean)
+        direction = _start(self._x.shape[-1], self._x.device).expand_as(self._mean)
         for _ in range(iterations):
             along = self.along(direction)
             product = along.flatten(0, 1)[:, None] @ self._x  # [R * T, 1, D]

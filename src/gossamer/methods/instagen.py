@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.counter import uniform
 from gossamer.errors import PlanError
 from gossamer.group import Draw, Pairs
 from gossamer.group.cocluster import co_cluster
@@ -18,10 +17,9 @@ from gossamer.methods.clustered import ClusteredMethod
 from gossamer.plan import KeyTokens
 from gossamer.select import (
     inclusion_by_importance,
-    inclusion_uniform,
-    list_draws,
     list_keys,
-    systematic,
+    list_sampled,
+    row_phases,
     take_clusters,
 )
 from gossamer.select.lists import list_trials
@@ -32,7 +30,6 @@ _SAMPLERS = ("importance", "uniform", "poisson", "replacement")
 _RANDOM_SIZE = ("poisson", "replacement")
 _SCORERS = ("svg2", "svoo", "variance")
 _PHASE_SALT = 2  # apart from the salts of the two clusterings
-_PHASE_BITS = 2.0**32  # so that phase + i is exact in float64
 _SHARES = (0.08, 0.08)  # exact and sampled, the paper's main setting (8+8%)
 
 
@@ -143,27 +140,31 @@ class InstaGen(ClusteredMethod):
         sizes = pairs.keys.size[:, :, None]  # [B, H, 1, C]
         valid = sizes.sum(-1)  # [B, H, 1]
         budget = (valid * rho_exact).round().long()
-        log_mass = pairs.log_scores + sizes.double().log()
         total_share = min(rho_exact + rho_sampled, 1.0)
         width = max(1, round(k.shape[2] * total_share))
         if rho_sampled == 0:
             budget = budget.clamp(min=1)
             asked = self.density is not None
-            taken = take_clusters(log_mass, sizes, budget, crossing="cut" if asked else "include")
+            taken = take_clusters(
+                _log_mass(pairs), sizes, budget, crossing="cut" if asked else "include"
+            )
             return list_keys(taken, pairs.keys, width=width if asked else None)
-        taken = take_clusters(log_mass, sizes, budget, crossing="exclude")
         total = (valid * total_share).round().long().clamp(min=1)
         if self.sampler in _RANDOM_SIZE:
+            log_mass = _log_mass(pairs)
+            taken = take_clusters(log_mass, sizes, budget, crossing="exclude")
             return self._try(taken, total, log_mass, pairs, call)
-        num_exact = taken.sum(-1)  # [B, H, R]
-        to_draw = (total - num_exact).clamp(min=0).minimum(valid - num_exact)
-        certain = (taken > 0) | (sizes == 0)
-        if self.sampler == "importance":
-            log_pi = inclusion_by_importance(pairs.log_scores, sizes, certain, to_draw)
-        else:
-            log_pi = inclusion_uniform(sizes, certain, to_draw)
-        draws = systematic(log_pi, sizes, self._phase(log_pi, call))
-        return list_draws(draws, pairs.keys, width=width)
+        batch, heads, groups, _ = pairs.log_scores.shape
+        phase = row_phases(_PHASE_SALT, call, heads, groups, k.device).expand(batch, -1, -1)
+        return list_sampled(
+            pairs.log_scores,
+            pairs.keys,
+            budget,
+            total,
+            phase,
+            uniform=self.sampler == "uniform",
+            width=width,
+        )
 
     def _try(
         self, taken: Tensor, total: Tensor, log_mass: Tensor, pairs: Pairs, call: Call
@@ -181,14 +182,10 @@ class InstaGen(ClusteredMethod):
         trials = poisson if self.sampler == "poisson" else with_replacement
         return list_trials(trials(log_pi, sizes, draw), pairs.keys)
 
-    def _phase(self, log_pi: Tensor, call: Call) -> Tensor:
-        """Return the phase of each (head, group), [B, H, R] float64 with 32 random bits."""
-        batch, heads, groups, _ = log_pi.shape
-        device = log_pi.device
-        head = call.head_ids(heads, device)[:, None]
-        group = torch.arange(groups, device=device)
-        phase = uniform(_PHASE_SALT, call.seed, call.layer, call.step, head, group, device=device)
-        return ((phase * _PHASE_BITS).floor() / _PHASE_BITS).expand(batch, -1, -1)
+
+def _log_mass(pairs: Pairs) -> Tensor:
+    """Return the log of each key cluster's estimated mass, [B, H, R, C] float64."""
+    return pairs.log_scores + pairs.keys.size[:, :, None].double().log()
 
 
 def _never_empty(taken: Tensor, sizes: Tensor, total: Tensor, log_mass: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from gossamer.select.exact import (
     FullAttention,
     Part,
     Tiles,
+    full_attention,
     list_mask,
     stream_mass,
     stream_pooled,
@@ -164,11 +165,8 @@ class MCSparse(Method):
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, valid: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return log-sum-exp and output of full attention."""
-        full = FullAttention(q, v)
         with torch.no_grad():
-            for got in stream_mass(q, k, v, self._tiles(q, k, call, None, valid)):
-                full.add(got)
-        return full.result()
+            return full_attention(q, k, v, self._tiles(q, k, call, None, valid))
 
     def _tiles(
         self, q: Tensor, k: Tensor, call: Call, query_index: Tensor | None, valid: Tensor | None
@@ -299,7 +297,7 @@ class MCSparse(Method):
             padded = torch.nn.functional.pad(score, (0, -num_keys % self.block), value=-torch.inf)
             padded = padded.unflatten(-1, (-1, self.block))  # [r, n, C, block]
             sees = padded > -torch.inf
-            total = padded.masked_fill(~sees, 0.0).sum(-1)
+            total = padded.masked_fill_(~sees, 0.0).sum(-1)
             if self.scores == "pooled":
                 total = total / sees.sum(-1).clamp(min=1)
             by_block[part.batch, part.head, part.tile] = total.to(by_block.dtype)

@@ -9,6 +9,7 @@ from gossamer.select.sample import (
     inclusion_uniform,
     systematic,
 )
+from gossamer.select.sampled import list_sampled, row_phases
 from gossamer.select.topk import take_clusters, top_blocks
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "inclusion_uniform",
     "list_draws",
     "list_keys",
+    "list_sampled",
+    "row_phases",
     "systematic",
     "take_clusters",
     "top_blocks",

@@ -1,7 +1,8 @@
 """Exact selection: the softmax mass of every key for every tile of queries, streamed.
 
 Full attention is computed once, a few tiles of queries at a time, so that nothing of the size N x S
-is ever held: 64 MiB of scores, whatever the length.
+is ever held: 64 MiB of scores, whatever the length. On a GPU with Triton kernels of our own compute
+the same (`select/gpu`), where only the masses are held, T x S of some heads.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import PlanError
+from gossamer.group.gpu.available import runs_triton
 
 _CHUNK_BYTES = 64 << 20  # of the scores held at once
+# Of the masses held at once on a GPU. At 75,600 keys two heads of tiles: selection runs one program
+# a tile, so that fewer would leave multiprocessors idle.
+_GPU_BYTES = 384 << 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,12 +95,15 @@ class MassPart(NamedTuple):
             padded keys and, where causal, for those behind the tile's last query.
         lse: [r, n, tile] log-sum-exp of each query's visible logits; -inf where it sees none.
         out: [r, n, tile, D], the full attention's output; None where no values were given.
+        is_whole: Whether `lse` and `out` are of all queries instead, [B, H, N] and [B, H, N, D]: on
+            a GPU they are known before the first part.
     """
 
     part: Part
     mass: Tensor
     lse: Tensor
     out: Tensor | None
+    is_whole: bool = False
 
 
 class ExactMass(NamedTuple):
@@ -133,47 +141,87 @@ def exact_mass(q: Tensor, k: Tensor, v: Tensor | None, tiles: Tiles) -> ExactMas
     return ExactMass(mass, lse, None if v is None else out)
 
 
+def full_attention(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    """Return log-sum-exp [B, H, N] and output [B, H, N, D] of full attention.
+
+    Arguments as `stream_mass`; how queries stand in tiles does not matter.
+    """
+    full = FullAttention(q, v)
+    if runs_kernels(q, k, tiles):
+        full.add_whole(*_attention_by_kernels(q, k, v, tiles))
+        return full.result()
+    for got in stream_mass(q, k, v, tiles):
+        full.add(got)
+    return full.result()
+
+
 class FullAttention:
     """Collects full attention from the parts that `stream_mass` yields with values."""
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
-        """Make room for the attention of queries q [B, H, N, D] over values v [B, Hk, S, D]."""
-        # Places without a query go to a slot of their own, which is then cut off.
-        shape = (*q.shape[:2], q.shape[2] + 1)
-        self._lse = q.new_full(shape, -torch.inf, dtype=_work(q))
-        self._out = q.new_zeros(*shape, v.shape[3], dtype=_work(q))
+        """Prepare for the attention of queries q [B, H, N, D] over values v [B, Hk, S, D]."""
+        self._q, self._dim = q, v.shape[3]
+        self._lse: Tensor | None = None
+        self._out: Tensor | None = None
 
     def add(self, got: MassPart) -> None:
         """Write the part's queries to their places."""
-        slot = torch.where(got.part.query < 0, self._lse.shape[2] - 1, got.part.query)
+        if got.is_whole:
+            self.add_whole(got.lse, got.out)
+            return
+        lse, out = self._room()
+        slot = torch.where(got.part.query < 0, lse.shape[2] - 1, got.part.query)
         at = (got.part.batch[..., None], got.part.head[..., None], slot)
-        self._lse[at] = got.lse
+        lse[at] = got.lse
         if got.out is not None:
-            self._out[at] = got.out
+            out[at] = got.out
+
+    def add_whole(self, lse: Tensor, out: Tensor | None) -> None:
+        """Take log-sum-exp [B, H, N] and output [B, H, N, D] of all queries."""
+        self._lse = lse
+        self._out = lse.new_zeros(*lse.shape, self._dim) if out is None else out
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return log-sum-exp [B, H, N] and output [B, H, N, D]."""
-        return self._lse[:, :, :-1], self._out[:, :, :-1]
+        lse, out = self._room()
+        length = self._q.shape[2]
+        return lse[:, :, :length], out[:, :, :length]
+
+    def _room(self) -> tuple[Tensor, Tensor]:
+        """Return where parts are written, made at the first one."""
+        if self._lse is None or self._out is None:
+            q = self._q
+            # Places without a query go to a slot of their own, which is then cut off.
+            shape = (*q.shape[:2], q.shape[2] + 1)
+            self._lse = q.new_full(shape, -torch.inf, dtype=_work(q))
+            self._out = q.new_zeros(*shape, self._dim, dtype=_work(q))
+        return self._lse, self._out
 
 
-def chunk_sizes(lines: int, tiles: int, tile: int, num_keys: int, size: int) -> tuple[int, ...]:
+def chunk_sizes(
+    lines: int, tiles: int, tile: int, num_keys: int, size: int, most: int | None = None
+) -> tuple[int, ...]:
     """Return how many (lines, tiles, keys) are computed at once: at most 64 MiB of scores.
 
     Args:
         lines: KV heads of all batch rows.
         tiles: Tiles of all query heads that read one KV head.
-        tile: Queries per tile.
+        tile: Queries per tile whose scores are held, 1 where only their sum is.
         num_keys: S.
         size: Bytes of one score.
+        most: Bytes held at once, instead of 64 MiB.
     """
-    scores = max(_CHUNK_BYTES // (size * tile), 1)  # of one query of the tile
+    most = _CHUNK_BYTES if most is None else most
+    scores = max(most // (size * tile), 1)  # of one query of the tile
     keys = min(max(num_keys, 1), scores)
     at_once = max(1, min(tiles, scores // keys))
     several = max(1, scores // (keys * tiles)) if at_once == tiles else 1
     return min(lines, several), at_once, keys
 
 
-def split_tiles(k: Tensor, heads: int, tiles: Tiles, size: int) -> Iterator[list[Part]]:
+def split_tiles(
+    k: Tensor, heads: int, tiles: Tiles, size: int, *, sums_alone: bool = False
+) -> Iterator[list[Part]]:
     """Cut all tiles into parts of bounded size.
 
     Args:
@@ -181,6 +229,7 @@ def split_tiles(k: Tensor, heads: int, tiles: Tiles, size: int) -> Iterator[list
         heads: H, query heads.
         tiles: The tiles.
         size: Bytes of one score.
+        sums_alone: Whether one score a tile and key is held, not one a query and key.
 
     Yields:
         The parts that read the same KV heads.
@@ -190,7 +239,10 @@ def split_tiles(k: Tensor, heads: int, tiles: Tiles, size: int) -> Iterator[list
     index = tiles.queries(batch, heads, device)
     line = torch.arange(batch * kv_heads, device=device)
     number = group * num_tiles
-    several, at_once, keys = chunk_sizes(len(line), number, tiles.tile, num_keys, size)
+    # What a causal tile keeps is decided by a sort, whose temporaries are many times the scores.
+    most = _GPU_BYTES if sums_alone and not tiles.causal else None
+    held = 1 if sums_alone else tiles.tile
+    several, at_once, keys = chunk_sizes(len(line), number, held, num_keys, size, most)
     for lines in line.split(several):
         row, kv_head = (lines // kv_heads)[:, None], (lines % kv_heads)[:, None]
         parts: list[Part] = []
@@ -216,7 +268,8 @@ def stream_mass(q: Tensor, k: Tensor, v: Tensor | None, tiles: Tiles) -> Iterato
     Pass 1 is full attention with its log-sum-exp; pass 2 takes the probabilities
     p_ij = exp(l_ij - lse_i) and sums them over the queries i of a tile (MC-Sparse). Where
     the scores of all keys fit the 64 MiB, pass 2 uses those of pass 1. A query that sees no key has
-    p = 0. Scores and sums are float32, float64 for float64 inputs.
+    p = 0. Scores and sums are float32, float64 for float64 inputs. On a GPU both passes are
+    kernels, and full attention is known before the first part.
 
     Args:
         q: [B, H, N, D] queries.
@@ -232,6 +285,9 @@ def stream_mass(q: Tensor, k: Tensor, v: Tensor | None, tiles: Tiles) -> Iterato
             f"tiles of {tiles.num_queries} queries and {tiles.num_keys} keys, "
             f"but q has {q.shape[2]} and k {k.shape[2]}"
         )
+    if runs_kernels(q, k, tiles):
+        yield from _stream_by_kernels(q, k, v, tiles)
+        return
     work = _work(q)
     for parts in split_tiles(k, q.shape[1], tiles, work.itemsize):
         keys = _Keys.take(k, v, parts[0], tiles, work)
@@ -242,6 +298,45 @@ def stream_mass(q: Tensor, k: Tensor, v: Tensor | None, tiles: Tiles) -> Iterato
             mass, lse, out = keys.attend(rows, part, tiles)
             out = None if out is None else out.view(*query.shape, -1)
             yield MassPart(part, mass, lse.view_as(query), out)
+
+
+def runs_kernels(q: Tensor, k: Tensor, tiles: Tiles) -> bool:
+    """Return whether the kernels of `select/gpu` compute these tiles."""
+    if not runs_triton(q):
+        return False
+    from gossamer.select.gpu import mass
+
+    return (
+        q.dtype in mass.DTYPES
+        and q.dtype == k.dtype
+        and q.shape[3] <= mass.MAX_DIM
+        and tiles.tile <= mass.MAX_TILE
+    )
+
+
+def _attention_by_kernels(
+    q: Tensor, k: Tensor, v: Tensor | None, tiles: Tiles
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-sum-exp [B, H, N] and output [B, H, N, D], None where no values were given."""
+    from gossamer.select.gpu import mass
+
+    sight = mass.Sight(tiles.scale, tiles.causal, tiles.key_valid)
+    return mass.full_attention(q, k, None if v is None else v.to(q.dtype), sight)
+
+
+def _stream_by_kernels(q: Tensor, k: Tensor, v: Tensor | None, tiles: Tiles) -> Iterator[MassPart]:
+    """Yield what `stream_mass` does, from the kernels for a GPU."""
+    from gossamer.select.gpu import mass
+
+    sight = mass.Sight(tiles.scale, tiles.causal, tiles.key_valid)
+    whole = _attention_by_kernels(q, k, v, tiles)
+    for parts in split_tiles(k, q.shape[1], tiles, whole[0].itemsize, sums_alone=True):
+        for part in parts:
+            shape = part.query.shape[:2]
+            batch = part.batch.expand(shape).flatten()
+            some = mass.Some(batch, part.head.flatten(), part.query.flatten(0, 1))
+            sums = mass.tile_mass(q, k, whole[0], some, sight)
+            yield MassPart(part, sums.view(*shape, -1), *whole, is_whole=True)
 
 
 def stream_pooled(q: Tensor, k: Tensor, tiles: Tiles) -> Iterator[tuple[Part, Tensor]]:
@@ -256,7 +351,8 @@ def stream_pooled(q: Tensor, k: Tensor, tiles: Tiles) -> Iterator[tuple[Part, Te
         The part and its scores [r, n, S], -inf as in `MassPart`.
     """
     work = _work(q)
-    for parts in split_tiles(k, q.shape[1], tiles, work.itemsize):
+    sums_alone = q.device.type != "cpu"  # there few large steps are fast, here what fits the cache
+    for parts in split_tiles(k, q.shape[1], tiles, work.itemsize, sums_alone=sums_alone):
         keys = _Keys.take(k, None, parts[0], tiles, work)
         for part in parts:
             counted = keys.counted(part.query.flatten(1), tiles).view_as(part.query)[..., None]
@@ -378,6 +474,10 @@ def top_keys(score: Tensor, count: Tensor, width: int) -> Tensor:
     Returns:
         [..., L] int32. Behind `count` the greatest chosen key is repeated.
     """
+    if score.dtype == torch.float32 and runs_triton(score):
+        from gossamer.select.gpu import top_keys as module
+
+        return module.top_keys(score, count, width)
     # The threshold does not tell apart the keys that equal it; their index does.
     best = score.topk(width, dim=-1).values
     last = best.gather(-1, (count - 1).clamp(min=0)[..., None])

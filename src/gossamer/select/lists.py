@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gossamer.group.tiles import Sorted
 from gossamer.plan import KeyTokens
+from gossamer.select.gpu import clustered as gpu
 from gossamer.select.sample import Draws
 from gossamer.select.trials import Trials
 
@@ -27,6 +28,8 @@ def list_keys(taken: Tensor, keys: Sorted, *, width: int | None = None) -> KeyTo
     Returns:
         The key rows, R per head.
     """
+    if gpu.can_run(taken):
+        return _list_on_gpu(taken, keys, width)
     return _list(taken, None, keys, width)
 
 
@@ -41,7 +44,27 @@ def list_draws(draws: Draws, keys: Sorted, *, width: int) -> KeyTokens:
     Returns:
         The key rows, R per head, each entry weighted so that sums over it are unbiased.
     """
+    if gpu.can_run(draws.taken):
+        return laid_out(draws.taken.shape[:3], width, *gpu.list_draws(draws, keys, width))
     return _list(draws.taken, draws, keys, width)
+
+
+def laid_out(
+    shape: torch.Size, width: int, index: Tensor, log_weight: Tensor | None, count: Tensor
+) -> KeyTokens:
+    """Return rows of one width that lie one behind the other.
+
+    Args:
+        shape: B, H and R.
+        width: Places of each row.
+        index: [B * H * R * width] int32.
+        log_weight: The same shape in float32; None for no weights.
+        count: [B * H * R] int32, keys that each row reads.
+    """
+    start = torch.arange(count.numel(), device=count.device) * width
+    return KeyTokens(
+        start=start.view(shape), count=count.view(shape), index=index, log_weight=log_weight
+    )
 
 
 def list_trials(trials: Trials, keys: Sorted) -> KeyTokens:
@@ -133,6 +156,20 @@ def _merged(index: Tensor, log_weight: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     weight = torch.zeros_like(log_weight).scatter_(1, run, log_weight.gather(1, by))
     hits = torch.zeros_like(run).scatter_add_(1, run, torch.ones_like(run))
     return merged, weight, hits, (new & (index != _LAST)).sum(1)
+
+
+def _list_on_gpu(taken: Tensor, keys: Sorted, width: int | None) -> KeyTokens:
+    """Resolve clusters to keys by kernels; as `list_keys`."""
+    shape, count = taken.shape[:3], taken.sum(-1).flatten()
+    if width is not None:
+        start = torch.arange(len(count), device=count.device) * width
+        index = gpu.list_taken(taken, keys, start, len(count) * width, width)
+        return laid_out(shape, width, index, None, count.int())
+    start = count.cumsum(0) - count
+    index = gpu.list_taken(taken, keys, start, int(count.sum()), None)
+    return KeyTokens(
+        start=start.view(shape), count=count.view(shape).int(), index=index, log_weight=None
+    )
 
 
 def _list(taken: Tensor, draws: Draws | None, keys: Sorted, width: int | None) -> KeyTokens:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gossamer.select.exact import Tiles, runs_kernels, stream_mass
+
 _CHUNK_BYTES = 32 << 20  # of the float32 probabilities held at once; softmax holds them twice
 
 
@@ -42,6 +44,18 @@ def block_saliency(
     kv_heads, total = k.shape[1:3]
     group = heads // kv_heads
     num_keys = total if num_keys is None else num_keys
+    # Tiles count padding and causality by all keys.
+    if num_keys == total or (valid is None and not causal):
+        tiles = Tiles(
+            num_queries=num_queries,
+            num_keys=total,
+            tile=tile,
+            causal=causal,
+            key_valid=valid,
+            scale=scale,
+        )
+        if runs_kernels(q, k, tiles):
+            return _saliency_by_kernels(q, k, tiles, block, num_keys)
     num_tiles, num_blocks = -(-num_queries // tile), -(-num_keys // block)
     shape = (batch * kv_heads, group, num_tiles, num_blocks)
     mass = torch.zeros(shape, dtype=torch.float32, device=q.device)
@@ -70,6 +84,19 @@ def block_saliency(
             # Past the last tile there is only the padding of the last chunk.
             mass[part, :, first : first + by_tile.shape[2]] = into + by_tile[:, :, : into.shape[2]]
     return (mass / (tile * block)).view(batch, heads, num_tiles, num_blocks)
+
+
+def _saliency_by_kernels(q: Tensor, k: Tensor, tiles: Tiles, block: int, num_keys: int) -> Tensor:
+    """Return what `block_saliency` does, from the masses that kernels for a GPU compute."""
+    num_blocks = -(-num_keys // block)
+    saliency = torch.empty(
+        *q.shape[:2], tiles.num_tiles, num_blocks, dtype=torch.float32, device=q.device
+    )
+    for got in stream_mass(q, k, None, tiles):
+        # What no query sees has the mass -inf.
+        by_block = block_sums(got.mass.clamp_(min=0.0), block, num_keys)
+        saliency[got.part.batch, got.part.head, got.part.tile] = by_block
+    return saliency.div_(tiles.tile * block)
 
 
 def _chunk(row_width: int, tile: int) -> tuple[int, int]:

@@ -43,8 +43,10 @@ def inclusion_by_importance(
     log_mass = size.double().log() + score
     suffix = log_mass.flip(-1).logcumsumexp(-1).flip(-1)
     # lambda if every cluster before this one has pi = 1; the first one that needs no cap is it.
-    log_lambda = (budget[..., None] - before).clamp(min=0).double().log() - suffix
-    uncapped = log_lambda + score <= 0
+    left = (budget[..., None] - before).clamp(min=0)
+    log_lambda = left.double().log() - suffix
+    # One that holds all that is left needs none, whatever rounding says: behind it lambda is 0.
+    uncapped = (log_lambda + score <= 0) | (left <= size)
     first = uncapped.byte().argmax(-1, keepdim=True)
     log_lambda = log_lambda.gather(-1, first)
     found = uncapped.any(-1, keepdim=True)  # none: the budget covers every cluster

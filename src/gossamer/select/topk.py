@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gossamer.select.gpu import clustered as gpu
+
 
 def top_blocks(scores: Tensor, count: Tensor, *, forced: Tensor | None = None) -> Tensor:
     """Return the mask of the highest-scored blocks of each row.
@@ -38,6 +40,8 @@ def take_clusters(scores: Tensor, sizes: Tensor, budget: Tensor, *, crossing: st
     Returns:
         [..., R, C] int64, keys taken from each cluster: 0, its size or, where cut, fewer.
     """
+    if scores.shape[-1] <= gpu.MOST_CLUSTERS and gpu.can_run(scores):
+        return gpu.take_clusters(scores, sizes, budget, crossing)
     sizes = sizes.expand(scores.shape)
     scores = scores.masked_fill(sizes == 0, -torch.inf)
     order = torch.argsort(scores, dim=-1, descending=True, stable=True)
