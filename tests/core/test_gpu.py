@@ -143,7 +143,7 @@ def hopper_case(shape: Shape, opt: Options) -> tuple[Shape, Options]:
 
 
 @needs_hopper
-@settings(max_examples=200)
+@settings(max_examples=60)  # most draws compile a kernel of their own
 @given(
     shapes(max_tokens=700),
     options(),
@@ -204,7 +204,7 @@ def flash_case(shape: Shape, opt: Options) -> tuple[Shape, Options]:
 
 
 @needs_flash
-@settings(max_examples=150)
+@settings(max_examples=60)  # most draws compile a kernel of their own
 @given(
     shapes(max_tokens=700),
     options(),
