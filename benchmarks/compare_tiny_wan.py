@@ -145,7 +145,7 @@ def run_workers(arguments: argparse.Namespace) -> None:
     }
     workers = []
     for shard in range(arguments.workers):
-        if arguments.device != "cpu":
+        if arguments.gpus > 1:
             environment["CUDA_VISIBLE_DEVICES"] = str(shard % arguments.gpus)
         command = [sys.executable, *sys.argv, "--shard", str(shard)]
         workers.append(subprocess.Popen(command, env=environment))

@@ -84,4 +84,12 @@ if __name__ == "__main__":
         "copies": sum("LDGSTS" in line and ".128" in line for line in lines),
         "spills": sum(" STL" in line for line in lines),
     }
+    # What stands between the two waits of a step runs beside its second product.
+    beside, open_ = 0, False
+    for line in lines:
+        if "WARPGROUP.DEPBAR" in line:
+            open_ = "gsb0, 0x1" in line
+        beside += open_ and "MUFU.EX2" in line
+    counts["exponentials beside a product"] = beside
+    counts["repacks"] = sum(" PRMT " in line for line in lines)
     print(json.dumps(counts))

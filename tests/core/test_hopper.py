@@ -1,5 +1,6 @@
 """The Hopper kernel without a GPU: what it refuses, and the machine code it compiles to."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -32,6 +33,14 @@ def test_it_says_why_it_cannot_run_here() -> None:
         assert reason in str(error.value)
 
 
+@pytest.mark.parametrize(("version", "runs"), [("3.5.1", False), ("3.6.0", True), ("4.0.0", True)])
+def test_it_asks_for_a_triton_that_it_knows(
+    version: str, runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
+    assert hopper._has_gluon.__wrapped__() is runs
+
+
 @pytest.mark.parametrize(
     "features",
     [
@@ -58,6 +67,9 @@ def test_it_compiles_to_tensor_core_products_that_do_not_wait_for_one_another(
     assert code["products"] == 2 * per_step * (1 + loops)
     assert code["groups"] == 2 * 2 * (1 + loops)
     assert code["copies"] >= 24
+    # 64 x 128 weights of 128 threads, in both consumers.
+    assert code["exponentials beside a product"] >= 2 * 64 * loops
+    assert code["repacks"] == 0
     if loops == 1 and "virtual" not in features:
         # A step that hides may keep some of what it compares in memory, and a producer that
         # chooses between two pools some of its addresses.

@@ -50,7 +50,7 @@ def doctor(*, json: Json = False) -> None:
             (name, "no" if reasons else "yes", "; ".join(reasons))
             for name, reasons in report["kernels"].items()
         ],
-        title="Kernels (float32, 256 tokens, on this device)",
+        title=f"Kernels ({report['kernel_dtype']}, 256 tokens, on this device)",
     )
     model = report["models"][BUNDLED]
     print_facts(
@@ -69,6 +69,7 @@ def examine() -> dict[str, Any]:
         "environment": environment(device),
         "extras": {name: _extra(name, packages) for name, packages in EXTRAS.items()},
         "kernels": _kernels(device),
+        "kernel_dtype": str(_dtype(device)).removeprefix("torch."),
         "recipes": gs.list_recipes(),
         "models": {BUNDLED: {"found": (folder / "model_index.json").is_file()}},
     }
@@ -83,11 +84,16 @@ def _extra(name: str, packages: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def _dtype(device: str) -> torch.dtype:
+    """Return the dtype in which models run on a device."""
+    return torch.float32 if device == "cpu" else torch.bfloat16
+
+
 def _kernels(device: str) -> dict[str, list[str]]:
     """Return every kernel with the reasons why it cannot run a small sparse plan here."""
     generator = torch.Generator().manual_seed(0)
-    dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    q, k, v = (torch.randn(1, 1, 256, 64, generator=generator).to(device, dtype) for _ in "qkv")
+    shape = (1, 1, 256, 64)
+    q, k, v = (torch.randn(shape, generator=generator).to(device, _dtype(device)) for _ in "qkv")
     plan = gs.get_method("block-topk", density=0.5).plan(q, k, v, gs.Call())
     return {name: list(reasons) for name, reasons in gs.explain_kernels(q, k, v, plan).items()}
 

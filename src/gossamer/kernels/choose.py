@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import UnsupportedError
+from gossamer.kernels import flash
 from gossamer.kernels.base import Kernel
 from gossamer.kernels.cpu import CpuKernel
 from gossamer.kernels.flash import FlashKernel
@@ -15,8 +16,6 @@ from gossamer.kernels.hopper import HopperKernel
 from gossamer.kernels.reference import ReferenceKernel
 from gossamer.kernels.triton import TritonKernel
 from gossamer.plan import KeyBlocks, SparsePlan
-
-_FLASH_BLOCK = 128  # keys per tile of flash-attn-4
 
 # In the order of preference of kernel="auto", but for what `_order` says.
 _KERNELS: tuple[Kernel, ...] = (
@@ -71,7 +70,7 @@ def _order(plan: SparsePlan) -> tuple[Kernel, ...]:
     behind on blocks that fill flash-attn-4's own tiles (benchmarks/results/kernels-h200.json). A
     launch order is there for its effect, and `flash` ignores it.
     """
-    whole = isinstance(plan.keys, KeyBlocks) and plan.keys.block == _FLASH_BLOCK
+    whole = isinstance(plan.keys, KeyBlocks) and plan.keys.block == flash.TILE
     if whole and plan.launch_order is None:
         return tuple(sorted(_KERNELS, key=lambda kernel: kernel.name != FlashKernel.name))
     return _KERNELS

@@ -351,7 +351,7 @@ def stream_pooled(q: Tensor, k: Tensor, tiles: Tiles) -> Iterator[tuple[Part, Te
         The part and its scores [r, n, S], -inf as in `MassPart`.
     """
     work = _work(q)
-    sums_alone = q.device.type != "cpu"  # there few large steps are fast, here what fits the cache
+    sums_alone = runs_triton(q)  # the selection behind it then wants few large parts
     for parts in split_tiles(k, q.shape[1], tiles, work.itemsize, sums_alone=sums_alone):
         keys = _Keys.take(k, None, parts[0], tiles, work)
         for part in parts:

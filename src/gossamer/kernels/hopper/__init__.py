@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _DIMS = (64, 128)
 _TILE = 128
 _ARCH = (9, 0)
+_TRITON = (3, 6)
 _WIDE = 1 << 31  # elements of a head from which offsets need 64 bits
 _ALIGNED = 16  # elements: what rows are copied by, as the compiler proves it
 # Per thread of the producer and of the consumers: 128 x (72 + 2 x 216) of 65,536.
@@ -180,11 +180,12 @@ def _aligned(x: Tensor) -> Tensor:
 
 @cache
 def _has_gluon() -> bool:
-    """Return whether Triton brings Gluon for Hopper, without importing it."""
-    spec = importlib.util.find_spec("triton")
-    folders = spec.submodule_search_locations if spec is not None else None
-    gluon = "experimental/gluon/language/nvidia/hopper"
-    return any((Path(folder) / gluon).exists() for folder in folders or ())
+    """Return whether Triton is new enough, without importing it: older Gluons differ."""
+    try:
+        major, minor = importlib.metadata.version("triton").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= _TRITON
 
 
 @cache
