@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from cases import Options, Shape, options, random_plan, shapes
 from gossamer.kernels import choose_kernel, flash
 from gossamer.kernels.flash import FlashKernel, call, lists, paged
 from gossamer.kernels.hopper import HopperKernel
+from gradients import check_gradients
 from oracle import assert_matches, tolerance
 
 TILE = 128
@@ -160,6 +162,57 @@ def _block_sparse(q, k, v, *, block_sparse_tensors, softmax_scale, out, lse, mas
                 out[b, query, h], lse[b, h, query] = _softmax(score, values, out.dtype)
 
 
+def _backward(
+    q, k, v, out, d_out, lse, *, softmax_scale, dlse, block_sparse_tensors, mask_mod=None
+) -> tuple[torch.Tensor, ...]:
+    """Stand in for flash-attn-4's backward pass, block of keys by block of keys."""
+    tensors = block_sparse_tensors
+    batch, num_queries, heads, _ = q.shape
+    num_keys, group = k.shape[1], heads // k.shape[2]
+    tiles, blocks = -(-num_queries // TILE), -(-num_keys // TILE)
+    assert softmax_scale > 0
+    assert tensors.block_size == (TILE, TILE)
+    assert d_out.shape == out.shape == q.shape
+    assert lse.shape == (batch, heads, num_queries)
+    assert q.dtype == out.dtype == d_out.dtype
+    assert 0 not in d_out.stride()
+    assert dlse is None or (dlse.dtype == torch.float32 and dlse.shape == lse.shape)
+    pairs = (
+        (tensors.mask_block_cnt, tensors.mask_block_idx),
+        (tensors.full_block_cnt, tensors.full_block_idx),
+    )
+    for count, index in pairs:
+        assert count.dtype == index.dtype == torch.int32
+        assert count.shape[2] == index.shape[2] == blocks
+        assert 0 < index.shape[3] <= tiles
+    delta = (out.double() * d_out.double()).sum(-1).transpose(1, 2)  # [B, H, N]
+    delta = delta if dlse is None else delta - dlse.double()
+    d_q, d_k, d_v = (torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v))
+    info = SimpleNamespace(seqlen_q=num_queries, seqlen_k=num_keys)
+    for b, h, block in itertools.product(range(batch), range(heads), range(blocks)):
+        spread = [[x.expand(batch, heads, *x.shape[2:])[b, h, block] for x in p] for p in pairs]
+        parts = [index[: int(count)].long() for count, index in spread]
+        assert len(torch.cat(parts).unique()) == len(parts[0]) + len(parts[1])
+        key = torch.arange(block * TILE, min((block + 1) * TILE, num_keys))
+        keys, values = (x[b, key, h // group].double() for x in (k, v))
+        for masked, part in zip((True, False), parts, strict=True):
+            assert (part.diff() > 0).all(), "a list must ascend"
+            query = (part[:, None] * TILE + torch.arange(TILE)).flatten()
+            query = query[query < num_queries]
+            score = q[b, query, h].double() @ keys.T * softmax_scale
+            if masked and mask_mod is not None and len(query):
+                row, column = query[:, None].expand_as(score), key.expand_as(score)
+                score.masked_fill_(~mask_mod(None, None, row, column, info, None), -torch.inf)
+            sums = lse[b, h, query].double()
+            p = (score - sums.masked_fill(sums == -torch.inf, 0.0)[:, None]).exp()
+            outer = d_out[b, query, h].double()
+            d_s = p * (outer @ values.T - delta[b, h, query][:, None])
+            d_q[b, query, h] += d_s @ keys * softmax_scale
+            d_k[b, key, h // group] += d_s.T @ q[b, query, h].double() * softmax_scale
+            d_v[b, key, h // group] += p.T @ outer
+    return tuple(x.to(q.dtype) for x in (d_q, d_k, d_v))
+
+
 def _listed(count, index, num_keys) -> torch.Tensor:
     """Return the keys of a list; only the first block that is met is cut at the last key."""
     listed = index[: int(count)].long()
@@ -179,7 +232,7 @@ def _softmax(score, values, dtype) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.fixture(params=[True, False], ids=["hopper", "blackwell"])
 def emulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernel run on the CPU, with and without block sparsity."""
-    library = call.Library(_forward, _BlockSparse, _add_log_weight, _is_visible)
+    library = call.Library(_forward, _backward, _BlockSparse, _add_log_weight, _is_visible)
     monkeypatch.setattr(call, "library", lambda: library)
     monkeypatch.setattr(flash, "_missing", list)
     monkeypatch.setattr(flash, "_device_reasons", lambda device: [])
@@ -284,6 +337,46 @@ def test_blocks_of_every_size_equal_the_reference(drawn: tuple[Shape, gs.SparseP
         assert "9.0 alone" in str(FlashKernel().supports(*shape.tensors(torch.bfloat16), plan))
         return
     _check(*shape.tensors(torch.bfloat16), plan)
+
+
+@pytest.mark.usefixtures("emulated")
+@settings(max_examples=60)
+@given(block_plans(), st.sampled_from([None, 0.3, -0.2, 0.0]), st.booleans())
+def test_gradients_of_whole_blocks_equal_the_references(
+    drawn: tuple[Shape, gs.SparsePlan], scale: float | None, with_lse: bool
+) -> None:
+    shape, plan = drawn
+    tensors = shape.tensors(torch.bfloat16)
+    wanted = [x.requires_grad_() for x in shape.tensors(torch.bfloat16)]
+    if FlashKernel().supports(*wanted, plan):
+        with pytest.raises(gs.UnsupportedError, match="gradients|9.0 alone"):
+            gs.attend(*wanted, plan, kernel="flash")
+        return
+    check_gradients(tensors, plan, "flash", scale=scale, with_lse=with_lse)
+
+
+@pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(
+    "given", [{}, {"causal": True}, {"permuted": True}], ids=["plain", "causal", "permuted"]
+)
+def test_every_kind_of_block_plan_has_its_gradient(given: dict[str, bool]) -> None:
+    """Ragged lengths, two query heads to a KV head, shared rows, an order of keys."""
+    shape = Shape(2, 1, 2, 300, 430, 64, 5)
+    opt = Options(True, False, False, False, 0, None, False, False, TILE, 0.5)
+    plan = random_plan(shape, replace(opt, **given))
+    rows = (*plan.keys.count.shape, 4)
+    mask = torch.rand(rows, generator=shape.generator()) < 0.6
+    order = torch.randperm(430, generator=shape.generator()).int().view(1, 1, -1)
+    keys = gs.KeyBlocks.from_mask(
+        mask, block=TILE, key_order=order if given == {"permuted": True} else None
+    )
+    plan, tensors = replace(plan, keys=keys), shape.tensors(torch.bfloat16)
+    if flash._takes_blocks(plan.device):
+        for scale in (None, -0.2, 0.0):
+            check_gradients(tensors, plan, "flash", scale=scale)
+    else:
+        reasons = FlashKernel().supports(*(x.requires_grad_() for x in tensors), plan)
+        assert "gradients run on compute capability 9.0 alone" in reasons
 
 
 @pytest.mark.usefixtures("emulated")
@@ -406,9 +499,22 @@ def test_a_size_is_refused_with_the_reason(dim: int, dtype: torch.dtype, reason:
 
 
 @pytest.mark.usefixtures("emulated")
-def test_gradients_are_refused() -> None:
+def test_gradients_are_refused_with_the_reason() -> None:
     q, k, v = Shape(1, 1, 1, 256, 256, 64, 0).tensors(torch.bfloat16)
-    assert "inference only" in str(FlashKernel().supports(q.requires_grad_(), k, v, _plan()))
+    q.requires_grad_()
+    for plan in (_plan(), _plan(keys=_blocks(64))):
+        assert "whole blocks of 128" in str(FlashKernel().supports(q, k, v, plan))
+    plan = _plan(keys=_blocks(128))
+    reasons = FlashKernel().supports(q, k, v, plan)
+    if not flash._takes_blocks(q.device):
+        assert reasons == ["gradients run on compute capability 9.0 alone"]
+        return
+    assert reasons == []
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "in no fixed order" in str(FlashKernel().supports(q, k, v, plan))
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_packages_and_devices_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,7 +559,7 @@ def test_it_compiles_for_hopper_without_a_gpu() -> None:
     command = [sys.executable, "-m", "pytest", *options, __file__]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-2000:]
-    assert "10 passed" in result.stdout
+    assert "14 passed" in result.stdout
 
 
 _OFFLINE = {
@@ -517,3 +623,24 @@ def test_blocks_compiles_here(dim: int, causal: bool) -> None:
         )
         lse = _empty(1, 4, 1000, dtype=torch.float32)
         call.attend_blocks(q, k, k, out, lse, block_lists, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "causal"), [(128, 1, False), (128, 2, True), (96, 1, False), (64, 2, False)]
+)
+def test_gradients_compiles_here(dim: int, group: int, causal: bool) -> None:
+    """With tiles of 64 queries above a head dim of 64, two to each that is listed."""
+    _run_by_the_test_above()
+    with FakeTensorMode():
+        q, out, d_out = (_empty(1, 4, 1000, dim, dtype=torch.bfloat16) for _ in range(3))
+        k, v = (_empty(1, 4 // group, 900, dim, dtype=torch.bfloat16) for _ in range(2))
+        lse, d_lse = (_empty(1, 4, 1000, dtype=torch.float32) for _ in range(2))
+        block_lists = call.BlockLists(
+            _empty(1, 4, 8),
+            _empty(1, 4, 8, 8),
+            _empty(1, 4 if causal else 1, 8),
+            _empty(1, 4 if causal else 1, 8, 8 if causal else 1),
+            causal,
+        )
+        grads = call.differentiate_blocks(q, k, v, out, lse, d_out, d_lse, block_lists, 0.1)
+        assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]

@@ -28,7 +28,8 @@ class FlashKernel:
     """Runs plans on flash-attn-4 with bfloat16 or float16 products and float32 scores and sums.
 
     Rows of tokens and of small blocks run as paged attention: a key row is a sequence, its list the
-    page table. Rows of blocks of 128 run block-sparse on Hopper. The launch order is ignored.
+    page table. Rows of blocks of 128 run block-sparse on Hopper, and their output and log-sum-exp
+    carry gradients to q, k and v. The launch order is ignored.
 
     Unlike in other kernels, a query that reads a NaN key gets the log-sum-exp -inf (and the output
     NaN), and a NaN value on the diagonal of a causal plan reaches all queries of its tile.
@@ -48,9 +49,10 @@ class FlashKernel:
             )
         if plan.tile != TILE:
             reasons.append(f"tile {plan.tile} is not {TILE}")
+        reasons += _mask_reasons(plan, q.device)
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            reasons.append("inference only; use kernel='reference' for gradients")
-        return reasons + _mask_reasons(plan, q.device)
+            reasons += _gradient_reasons(plan, q.shape[1] // k.shape[1], q.device)
+        return reasons
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float
@@ -59,10 +61,10 @@ class FlashKernel:
 
         Waits for the device once where the length of the longest row decides over much memory.
         """
-        q, scale = with_positive_scale(q, scale)
         group = q.shape[1] // k.shape[1]
         if _takes_blocks(q.device) and blocks.can_run(plan, group):
             return blocks.run(q, k, v, plan, scale)
+        q, scale = with_positive_scale(q, scale)
         return paged.run(q, k, v, plan, scale)
 
 
@@ -129,4 +131,23 @@ def _mask_reasons(plan: SparsePlan, device: torch.device) -> list[str]:
         reasons.append("causal plans of padded keys are not expressed by block lists")
     elif not _takes_blocks(device):
         reasons.append("causal plans run on compute capability 9.0 alone")
+    return reasons
+
+
+def _gradient_reasons(plan: SparsePlan, group: int, device: torch.device) -> list[str]:
+    """Return why the plan has no gradients here: those of pages do not exist in flash-attn-4."""
+    reasons: list[str] = []
+    if not blocks.can_run(plan, group):
+        reasons.append(
+            f"gradients are those of whole blocks of {TILE} keys, without padding and in an order "
+            "that the heads of a KV head share"
+        )
+    if not _takes_blocks(device):
+        reasons.append("gradients run on compute capability 9.0 alone")
+    strict = torch.are_deterministic_algorithms_enabled()
+    if strict and not torch.is_deterministic_algorithms_warn_only_enabled():
+        reasons.append(
+            "gradients of queries are summed in no fixed order, which "
+            "torch.use_deterministic_algorithms forbids"
+        )
     return reasons

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from gossamer.kernels.base import AttentionOutput
-from gossamer.kernels.flash.call import TILE, BlockLists, attend_blocks
+from gossamer.kernels.base import AttentionOutput, with_positive_scale
+from gossamer.kernels.flash.call import TILE, BlockLists, attend_blocks, differentiate_blocks
+from gossamer.kernels.transposed import list_causal_tiles, list_tiles
 from gossamer.plan import KeyBlocks, SparsePlan
 
 _PARTIAL = 2  # blocks, at most, that causality cuts for a tile of the same size
@@ -32,24 +36,28 @@ def can_run(plan: SparsePlan, group: int) -> bool:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float) -> AttentionOutput:
-    """Run a plan of which `can_run` is true.
+    """Run a plan of which `can_run` is true; the output carries gradients to q, k and v.
 
     Every list ascends and ends in the ragged block where it holds it: flash-attn-4 walks a list
     backwards and masks what lies past the last key in the first block that it meets. It skips tiles
     without any block itself: output 0, log-sum-exp -inf.
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, Hk, S, D].
+        v: [B, Hk, S, D].
+        plan: The plan.
+        scale: Any factor on the logits.
     """
     keys = plan.keys
     if not isinstance(keys, KeyBlocks):
         raise TypeError("only rows of blocks run block-sparse")
     if keys.key_order is not None:
         k, v = _gather(k, keys.key_order), _gather(v, keys.key_order)
-    lists = _lists(plan, keys)
     q_tiles = q if plan.query_index is None else _gather(q, plan.query_index.clamp(min=0))
     if q_tiles.stride(-1) != 1:
         q_tiles = q_tiles.contiguous()
-    out = torch.empty_like(q_tiles, memory_format=torch.contiguous_format)
-    lse = torch.empty(q_tiles.shape[:3], dtype=torch.float32, device=q.device)
-    attend_blocks(q_tiles, k, v, out, lse, lists, scale)
+    out, lse = _Attend.apply(q_tiles, k, v, plan, keys, scale)
     if plan.query_index is None:
         return AttentionOutput(out, lse)
     place = _places(plan.query_index, plan.num_queries)  # [B|1, H|1, N]
@@ -57,6 +65,49 @@ def run(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float) -> Atte
     return AttentionOutput(
         out.gather(2, place[..., None].expand(-1, -1, -1, q.shape[-1])), lse.gather(2, place)
     )
+
+
+class _Attend(torch.autograd.Function):
+    """Attention of tiles of queries that stand in order, and its gradients."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] -- torch takes any arguments
+        ctx: Any,  # noqa: ANN401 -- torch has no type for it
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: SparsePlan,
+        keys: KeyBlocks,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan, ctx.keys, ctx.scale = plan, keys, scale
+        ctx.set_materialize_grads(False)
+        q, scale = with_positive_scale(q, scale)
+        attend_blocks(q, k, v, out, lse, _lists(plan, keys), scale)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] -- as above
+        ctx: Any,  # noqa: ANN401
+        d_out: Tensor | None,
+        d_lse: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        # Gradients of sums come with strides of 0, for which flash-attn-4 compiles another kernel.
+        d_out = torch.zeros_like(out) if d_out is None else d_out.contiguous()
+        d_lse = None if d_lse is None else d_lse.float().contiguous()
+        lists = _transposed_lists(ctx.plan, ctx.keys)
+        q, scale = with_positive_scale(q, ctx.scale)
+        d_q, d_k, d_v = differentiate_blocks(q, k, v, out, lse, d_out, d_lse, lists, scale)
+        if ctx.scale < 0:
+            d_q = -d_q
+        elif ctx.scale == 0:
+            d_q = torch.zeros_like(d_q)
+        return d_q, d_k, d_v, None, None, None
 
 
 def _lists(plan: SparsePlan, keys: KeyBlocks) -> BlockLists:
@@ -100,6 +151,16 @@ def _causal_lists(plan: SparsePlan, count: Tensor, index: Tensor) -> BlockLists:
     at = (full[..., None] + rest).clamp(max=width - 1).long()
     partial = index.expand(*at.shape[:2], -1, -1).gather(3, at)
     return BlockLists(full, index, seen - full, partial, causal=True)
+
+
+def _transposed_lists(plan: SparsePlan, keys: KeyBlocks) -> BlockLists:
+    """Return the lists of every block of keys: the tiles that read it."""
+    if plan.causal:
+        whole, cut = list_causal_tiles(plan, keys)
+        return BlockLists(whole.num_tiles, whole.tiles, cut.num_tiles, cut.tiles, causal=True)
+    lists = list_tiles(plan, keys)
+    none = lists.num_tiles.new_zeros(1, 1, lists.num_tiles.shape[-1])
+    return BlockLists(lists.num_tiles, lists.tiles, none, none[..., None], causal=False)
 
 
 def _gather(x: Tensor, index: Tensor) -> Tensor:

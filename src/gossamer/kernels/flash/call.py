@@ -18,12 +18,15 @@ class Library(NamedTuple):
         forward: Its forward pass. The public functions choose tiles by themselves, 192 queries at
             head dims up to 96, which would leave a third of a tile of 128 empty, and they do not
             take output tensors.
+        backward: Its backward pass. The public functions run a dense one where the lists for it are
+            left out.
         block_lists: The tuple of its block-sparse tensors.
         add_log_weight: A score modification that adds `aux_tensors[0][sequence, place in list]`.
         is_visible: A mask that hides keys behind a query, positions aligned at the end.
     """
 
     forward: Any
+    backward: Any
     block_lists: Any
     add_log_weight: Any
     is_visible: Any
@@ -33,8 +36,10 @@ class Library(NamedTuple):
 def library() -> Library:
     """Import flash-attn-4."""
     mods = importlib.import_module("gossamer.kernels.flash.mods")
+    interface = importlib.import_module("flash_attn.cute.interface")
     return Library(
-        forward=importlib.import_module("flash_attn.cute.interface")._flash_attn_fwd,
+        forward=interface._flash_attn_fwd,
+        backward=interface._flash_attn_bwd,
         block_lists=importlib.import_module(
             "flash_attn.cute.block_sparsity"
         ).BlockSparseTensorsTorch,
@@ -133,6 +138,55 @@ def attend_blocks(
         lists: Which tile reads which blocks.
         scale: Factor on the logits, above 0.
     """
+    library().forward(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        **_sparsity(lists),
+        **_settings(q, out.transpose(1, 2), lse, scale),
+    )
+
+
+def differentiate_blocks(  # noqa: PLR0913 -- what a backward pass is made from
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    lists: BlockLists,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of `attend_blocks`.
+
+    Those of q are summed in no fixed order, and those of k and v where heads share them.
+
+    Args:
+        q: [B, H, N, D] queries.
+        k: [B, Hk, S, D] keys.
+        v: [B, Hk, S, D] values.
+        out: [B, H, N, D], as the forward pass wrote it.
+        lse: [B, H, N] float32, likewise.
+        d_out: [B, H, N, D], the gradient of out.
+        d_lse: [B, H, N] float32, the gradient of lse; None for 0.
+        lists: Which block of keys is read by which tiles: the forward pass's lists transposed, in
+            which blocks of keys and tiles of queries have changed places.
+        scale: Factor on the logits, above 0.
+    """
+    grads = library().backward(
+        *(x.transpose(1, 2) for x in (q, k, v, out, d_out)),
+        lse,
+        softmax_scale=scale,
+        dlse=d_lse,
+        **_sparsity(lists),
+    )
+    d_q, d_k, d_v = (x.transpose(1, 2) for x in grads)
+    return d_q, d_k, d_v
+
+
+def _sparsity(lists: BlockLists) -> dict[str, Any]:
+    """Return lists and mask as flash-attn-4 takes them, in both passes."""
     library_ = library()
     tensors = library_.block_lists(
         # Both pairs are given: without counts of full blocks flash-attn-4 compiles another kernel.
@@ -146,14 +200,7 @@ def attend_blocks(
     # The mask runs on the masked list only. `causal=True` instead would mask nothing there is: on
     # full blocks, causality is applied to the first of a list and forgotten on all others.
     mask = {"mask_mod": library_.is_visible} if lists.causal else {}
-    library_.forward(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        block_sparse_tensors=tensors,
-        **mask,
-        **_settings(q, out.transpose(1, 2), lse, scale),
-    )
+    return {"block_sparse_tensors": tensors, **mask}
 
 
 def _settings(q: Tensor, out: Tensor, lse: Tensor, scale: float) -> dict[str, Any]:

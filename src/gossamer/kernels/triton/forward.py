@@ -9,6 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gossamer.kernels.triton.steps import (
+    find_bounds,
+    find_row,
+    find_tile,
+    hide,
+    read_keys,
+)
+
 
 @triton.jit
 def _walk(
@@ -55,24 +63,20 @@ def _walk(
     dim = tl.arange(0, DP)
     for start in range(begin, stop, N):
         step = start + tl.arange(0, N)
-        read = step < stop
-        if BLOCK > 0:
-            if MASKED:
-                block = tl.load(index_row + step // BLOCK, mask=read, other=0)
-            else:
-                block = tl.load(index_row + step // BLOCK)
-            key = block * BLOCK + step % BLOCK
-            if RAGGED or HAS_ORDER:
-                read = read & (key < num_places)
-            if HAS_ORDER:
-                key = tl.load(order_row + key, mask=read, other=-1)
-                read = read & (key >= 0)
-        elif MASKED:
-            key = tl.load(index_row + step, mask=read, other=base)
-        else:
-            key = tl.load(index_row + step)
-        if HAS_VALID:
-            read = read & (tl.load(valid_row + key, mask=read, other=0) != 0)
+        key, read = read_keys(
+            step,
+            stop,
+            index_row,
+            order_row,
+            valid_row,
+            base,
+            num_places,
+            BLOCK,
+            MASKED,
+            RAGGED,
+            HAS_ORDER,
+            HAS_VALID,
+        )
         at = key - base
         if WIDE:
             at = at.to(tl.int64)
@@ -93,12 +97,16 @@ def _walk(
             else:
                 log_weight = tl.load(weight_row + step)
             logits += (log_weight * 1.4426950408889634)[None, :]
-        seen = read[None, :]
-        if CAUSAL:
-            seen = seen & (key[None, :] <= position[:, None])
-        if WINDOW:
-            inside = (key[None, :] >= low[:, None]) & (key[None, :] <= high[:, None])
-            seen = seen & (inside | (key[None, :] < sink))
+        seen = hide(
+            read[None, :],
+            key[None, :],
+            position[:, None],
+            low[:, None],
+            high[:, None],
+            sink,
+            CAUSAL,
+            WINDOW,
+        )
         if PARTIAL or CAUSAL or WINDOW:
             logits = tl.where(seen, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
@@ -127,23 +135,6 @@ def _walk(
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
         top = new_top
     return acc, top, total
-
-
-@triton.jit
-def count_below(index_row, count, bound, BLOCK: tl.constexpr):
-    """Return how many entries of an ascending row begin below a key, by bisection."""
-    least = 0
-    most = count
-    while least < most:
-        middle = (least + most) // 2
-        key = tl.load(index_row + middle)
-        if BLOCK > 0:
-            key = key * BLOCK
-        if key < bound:
-            least = middle + 1
-        else:
-            most = middle
-    return least
 
 
 @triton.jit
@@ -231,26 +222,26 @@ def forward(
     Scores and sums are float32, in base 2; address arithmetic is 64-bit. A key that is not listed,
     padded or masked for all queries is never loaded.
     """
-    program = tl.program_id(0)
-    slot = program % num_tiles
-    head = ((program // num_tiles) % num_heads).to(tl.int64)
-    batch = (program // num_tiles // num_heads).to(tl.int64)
-    tile = slot
-    if HAS_LAUNCH:
-        tile = tl.load(launch_ptr + batch * launch_b + head * launch_h + slot)
-    row = tile.to(tl.int64)
-    if HAS_ROWS:
-        row = tl.load(tile_row_ptr + batch * tile_b + head * tile_h + tile).to(tl.int64)
-
-    lane = tl.arange(0, M)
-    if HAS_QUERIES:
-        place = tile.to(tl.int64) * TILE + lane
-        query = tl.load(
-            query_index_ptr + batch * query_b + head * query_h + place, mask=lane < TILE, other=-1
-        )
-    else:
-        query = tile * TILE + lane
-        query = tl.where((lane < TILE) & (query < num_queries), query, -1)
+    batch, head, row, query = find_tile(
+        tl.program_id(0),
+        tl.arange(0, M),
+        query_index_ptr,
+        tile_row_ptr,
+        launch_ptr,
+        query_b,
+        query_h,
+        tile_b,
+        tile_h,
+        launch_b,
+        launch_h,
+        num_queries,
+        num_tiles,
+        num_heads,
+        TILE,
+        HAS_QUERIES,
+        HAS_ROWS,
+        HAS_LAUNCH,
+    )
     is_query = query >= 0
     if tl.max(query) < 0:
         return  # past this head's own number of tiles
@@ -264,29 +255,30 @@ def forward(
         other=0.0,
     )
     kv_head = head // group
-    position = query + num_keys - num_queries
-    low = position
-    high = position
-    if WINDOW:
-        low = tl.where(left >= 0, position - left, 0)
-        high = tl.where(right >= 0, position + right, num_keys)
-
-    count = tl.load(count_ptr + batch * count_b + head * count_h + row)
-    if BLOCK > 0:
-        first = batch * index_b + head * index_h + row * index_r
-    else:
-        first = tl.load(start_ptr + batch * start_b + head * start_h + row)
+    position, low, high = find_bounds(query, num_queries, num_keys, left, right, WINDOW)
+    first, real, length = find_row(
+        batch,
+        head,
+        row,
+        query,
+        position,
+        start_ptr,
+        count_ptr,
+        index_ptr,
+        start_b,
+        start_h,
+        count_b,
+        count_h,
+        index_b,
+        index_h,
+        index_r,
+        num_keys,
+        BLOCK,
+        HAS_EXTRA,
+        HAS_ORDER,
+        CAUSAL,
+    )
     index_row = index_ptr + first
-    if CAUSAL and not HAS_ORDER:
-        # What lies behind the tile's last position is cut off.
-        last = tl.max(tl.where(is_query, position, -1))
-        count = count_below(index_row, count, last + 1, BLOCK)
-    length = count
-    if BLOCK > 0:
-        length = count * BLOCK
-    real = length
-    if HAS_EXTRA:
-        real = count_below(index_row, count, num_keys, 0)  # virtual keys stand last
     weight_row = log_weight_ptr
     if HAS_WEIGHTS:
         weight_row = log_weight_ptr + first
