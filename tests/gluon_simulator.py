@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 _SHIFT = 40  # an address is (number of the tensor << 40) + the element's place in its storage
+_NOWHERE = 1 << 30  # what whole numbers in shared memory are before anything is stored there
 _LAG = 0.012  # seconds by which a slow warpgroup is late
 _PATIENCE = 20.0  # seconds for which a warpgroup may wait at a barrier
 
@@ -142,12 +143,18 @@ class Shared:
     def index(self, place: Any) -> Shared:
         return Shared(self.data[int(place)])
 
+    def slice(self, begin: int, length: int) -> Shared:
+        return Shared(self.data[begin : begin + length])
+
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))
 
     def load(self, layout: object) -> Value:
         del layout
         return Value(self.data.clone())
+
+    def store(self, value: Value) -> None:
+        self.data.copy_(value.data)
 
 
 class Barrier:
@@ -156,7 +163,7 @@ class Barrier:
     def __init__(self, number: int, change: threading.Condition) -> None:
         self.members = [self] + [Barrier(1, change) for _ in range(number - 1)]
         self.change = change
-        self.count = self.pending = self.phase = 0
+        self.count = self.pending = self.phase = self.bytes = 0
 
     def index(self, place: Any) -> Barrier:
         return self.members[int(place)]
@@ -169,9 +176,23 @@ class Barrier:
             if count > self.pending:
                 raise RuntimeError(f"{count} arrivals at a barrier that expects {self.pending}")
             self.pending -= count
-            if self.pending == 0:
-                self.pending, self.phase = self.count, self.phase + 1
-                self.change.notify_all()
+            self._turn()
+
+    def expect(self, size: int) -> None:
+        """Arrive, and wait for that many bytes of bulk copies too."""
+        with self.change:
+            self.bytes += size
+        self.arrive(1)
+
+    def receive(self, size: int) -> None:
+        with self.change:
+            self.bytes -= size
+            self._turn()
+
+    def _turn(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.pending, self.phase = self.count, self.phase + 1
+            self.change.notify_all()
 
     def wait(self, parity: int) -> None:
         if self.count == 0:
@@ -235,10 +256,19 @@ class Simulator:
         got = tuple(x() if callable(x) else x for x in deps)
         return got[0] if len(got) == 1 else got
 
+    def bulk_copy(self, desc: Any, place: list[Any], barrier: Barrier, smem: Shared) -> None:
+        row, col = (int(x) for x in place)
+        rows, cols = smem.data.shape
+        part = desc.base[row : row + rows, col : col + cols]
+        assert part.shape == smem.data.shape
+        smem.data.copy_(part)
+        barrier.receive(part.numel() * part.element_size())
+
     def allocate(self, dtype: torch.dtype, shape: list[int], layout: object) -> Any:
         if layout == "barrier":
             return Barrier(shape[0], self.change)
-        return Shared(torch.full(shape, torch.nan, dtype=dtype))
+        unset = torch.nan if dtype.is_floating_point else _NOWHERE
+        return Shared(torch.full(shape, unset, dtype=dtype))
 
     def warp_specialize(self, jobs: list[Any], warps: list[int], registers: list[int]) -> None:
         assert len(warps) == len(registers) == len(jobs) - 1
@@ -266,13 +296,23 @@ def _asm(text: str, constraints: str, args: list[Value], dtype: Any, **_: Any) -
         kind = torch.bfloat16 if "bf16x2" in text else torch.float16
         low, high = (x.data.to(kind).view(torch.int16).int() for x in args)
         return Value((high << 16) | (low & 0xFFFF))
+    if "shfl" in text:  # threads of a row raise what the row is held against
+        top, most = args[0].data, args[1].data.amax(1, keepdim=True)
+        return Value(torch.where(most > top + 8, most, top))
+    if "vote" in text:
+        return Value(args[0].data * args[1].data)
     return args[0]
 
 
-def _multiply(a: Any, b: Shared, acc: Value, *, use_acc: bool = True, is_async: bool) -> Any:
+def _multiply(a: Any, b: Shared, acc: Any, *, use_acc: bool = True, is_async: bool) -> Any:
     """Return a product that is computed when it is waited for."""
     assert is_async
-    return lambda: Value((acc.data if use_acc else 0) + a.data.float() @ b.data.float())
+
+    def product() -> Value:
+        before = acc() if callable(acc) else acc  # of a product that is under way itself
+        return Value((before.data if use_acc else 0) + a.data.float() @ b.data.float())
+
+    return product
 
 
 def _split(x: Value) -> tuple[Value, Value]:
@@ -284,17 +324,24 @@ def _where(condition: Value, yes: Any, no: Any) -> Value:
     return Value(torch.where(_data(condition), _data(yes), _data(no)), pointed)
 
 
+def _layout_kept(x: Value, layout: object, *, assert_trivial: bool = False) -> Value:
+    del layout, assert_trivial
+    return x
+
+
 def _range(*bounds: Any) -> Iterator[Value]:
     return (Value(torch.tensor(n, dtype=torch.int32)) for n in builtins.range(*map(int, bounds)))
 
 
-def simulate(path: Path, sim: Simulator, **modules: ModuleType) -> ModuleType:
+def simulate(
+    path: Path, sim: Simulator, modules: dict[str, ModuleType] | None = None
+) -> ModuleType:
     """Load a kernel's source with the simulator in place of Triton and Gluon.
 
     Args:
         path: The source.
         sim: Runs it; modules that call one another share it.
-        modules: What it imports of other kernels, simulated too; "__" stands for ".".
+        modules: What it imports of other kernels, simulated too, by their names.
     """
     ignore = lambda *_, **__: None  # noqa: E731 -- a layout that nobody looks at
     language = SimpleNamespace(
@@ -306,6 +353,7 @@ def simulate(path: Path, sim: Simulator, **modules: ModuleType) -> ModuleType:
         arange=lambda begin, end, layout=None: Value(torch.arange(begin, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: Value(torch.full(shape, value, dtype=dtype)),
+        full_like=lambda x, value: Value(torch.full_like(x.data, value)),
         where=_where,
         maximum=lambda a, b: Value(torch.maximum(_data(a), _data(b).to(_data(a).dtype))),
         minimum=lambda a, b: Value(torch.minimum(_data(a), _data(b).to(_data(a).dtype))),
@@ -318,7 +366,7 @@ def simulate(path: Path, sim: Simulator, **modules: ModuleType) -> ModuleType:
         permute=lambda x, order: Value(x.data.permute(order)),
         split=_split,
         join=lambda a, b: Value(torch.stack([a.data, b.data], -1)),
-        convert_layout=lambda x, layout: x,
+        convert_layout=_layout_kept,
         multiple_of=lambda x, number: x,
         inline_asm_elementwise=_asm,
         static_range=builtins.range,
@@ -337,11 +385,13 @@ def simulate(path: Path, sim: Simulator, **modules: ModuleType) -> ModuleType:
         init=lambda barrier, count: barrier.init(count),
         wait=lambda barrier, phase: barrier.wait(int(phase)),
         arrive=lambda barrier, count: barrier.arrive(count),
+        expect=lambda barrier, size: barrier.expect(size),
     )
     hopper = SimpleNamespace(
         async_copy=SimpleNamespace(async_load=sim.copy, mbarrier_arrive=sim.arrive_after_copies),
         fence_async_shared=ignore,
         mbarrier=barriers,
+        tma=SimpleNamespace(async_load=sim.bulk_copy),
         warpgroup_mma=_multiply,
         warpgroup_mma_wait=sim.wait,
     )
@@ -358,7 +408,7 @@ def simulate(path: Path, sim: Simulator, **modules: ModuleType) -> ModuleType:
         "triton.experimental": SimpleNamespace(gluon=gluon),
         "triton.experimental.gluon": gluon,
         "triton.experimental.gluon.language.nvidia.hopper": hopper,
-        **{name.replace("__", "."): other for name, other in modules.items()},
+        **(modules or {}),
     }
     module = ModuleType(f"simulated_{path.stem}")
     module.__dict__["range"] = _range

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.base import AttentionOutput, with_positive_scale
+from gossamer.kernels.hopper.bulk import bulk_matrices
 from gossamer.kernels.strides import dense_rows, shared_strides, virtual_keys
 from gossamer.plan import KeyBlocks, SparsePlan
 
@@ -19,6 +21,7 @@ _TILE = 128
 _ARCH = (9, 0)
 _TRITON = (3, 6)
 _WIDE = 1 << 31  # elements of a head from which offsets need 64 bits
+_LEAST_SCALE = 2.0**-20
 _ALIGNED = 16  # elements: what rows are copied by, as the compiler proves it
 # Per thread of the producer and of the consumers: 128 x (72 + 2 x 216) of 65,536.
 _REGISTERS = {"PRODUCER_REGISTERS": 72, "CONSUMER_REGISTERS": 216}
@@ -53,7 +56,7 @@ class HopperKernel:
         if plan.tile != _TILE:
             reasons.append(f"tile {plan.tile} is not {_TILE}")
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            reasons.append("inference only; use kernel='reference' for gradients")
+            reasons.append("inference only; use kernel='triton' for gradients")
         return reasons
 
     def run(
@@ -69,8 +72,14 @@ class HopperKernel:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
         total = batch * heads * plan.num_tiles
-        if total and num_queries:
-            keys = plan.keys
+        keys = plan.keys
+        weighted = not isinstance(keys, KeyBlocks) and keys.log_weight is not None
+        if weighted:
+            q, scale = _with_moderate_scale(q, scale)
+        if not plan.num_keys and (isinstance(keys, KeyBlocks) or not keys.num_extra):
+            out.zero_()
+            lse.fill_(-math.inf)
+        elif total and num_queries:
             tensors, numbers = _arguments(plan, q, k, v, out, lse)
             programs = min(total, _num_multiprocessors(q.device))
             forward[(programs,)](
@@ -81,7 +90,8 @@ class HopperKernel:
                 BLOCK=keys.block if isinstance(keys, KeyBlocks) else 0,
                 STAGES=_stages(dim),
                 WIDE=plan.num_keys * max(k.stride(2), v.stride(2)) >= _WIDE,
-                HAS_WEIGHTS=not isinstance(keys, KeyBlocks) and keys.log_weight is not None,
+                SAME_STRIDE=k.stride(2) == v.stride(2),
+                HAS_WEIGHTS=weighted,
                 CAUSAL=plan.causal,
                 WINDOW=plan.window is not None,
                 num_warps=4,
@@ -89,6 +99,17 @@ class HopperKernel:
                 **_REGISTERS,
             )
         return AttentionOutput(out, lse)
+
+
+def _with_moderate_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return queries and a scale from which logarithms of weights can be divided.
+
+    The tensor cores add them to the scores before those are scaled. Powers of two move exactly.
+    """
+    if scale >= _LEAST_SCALE:
+        return q, scale
+    mantissa, exponent = math.frexp(scale)
+    return q * 2.0**exponent, mantissa
 
 
 def _stages(dim: int) -> int:
@@ -101,8 +122,8 @@ def _stages(dim: int) -> int:
 
 def _arguments(
     plan: SparsePlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[list[Tensor | None], list[int]]:
-    """Return the kernel's tensors, and its strides and sizes."""
+) -> tuple[list[Any], list[int]]:
+    """Return the kernel's tensors and matrices, and its strides and sizes."""
     keys = plan.keys
     blocks = isinstance(keys, KeyBlocks)
     index = keys.index.contiguous()
@@ -110,65 +131,62 @@ def _arguments(
     log_weight = None if blocks else keys.log_weight
     extra_k, extra_v = virtual_keys(keys, k.dtype)
     valid = None if plan.key_valid is None else plan.key_valid.contiguous().view(torch.uint8)
-    rows = [plan.query_index, plan.tile_row, plan.launch_order]
-    rows += [None if blocks else keys.start, keys.count]
-    query, tile_row, launch, start, count = (dense_rows(x) for x in rows)
-    index_strides = [*shared_strides(index), index.shape[-1]] if blocks else [0, 0, 0]
-    length, whole = None, None
-    if plan.causal and order is None:
-        rows = [query, tile_row, start, count]
-        length, whole = _causal_bounds(plan, (q.shape[0], q.shape[1]), rows, index, index_strides)
-    tensors = [q, k, v, extra_k, extra_v, out, lse, query, tile_row, launch, start, count]
-    tensors += [index, log_weight, order, valid, length, whole]
-    numbers = [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *shared_strides(extra_k)]
-    numbers += [*out.stride()[:3], *lse.stride()[:2]]
-    numbers += [n for x in (query, tile_row, launch, start, count) for n in shared_strides(x)]
-    numbers += [*index_strides, *shared_strides(order)]
-    numbers += [0 if valid is None or valid.shape[0] == 1 else valid.shape[1]]
+    query = dense_rows(plan.query_index)
+    batch, heads = q.shape[:2]
     places = plan.num_keys if order is None else order.shape[-1]
-    heads = q.shape[1]
-    numbers += [plan.num_queries, plan.num_keys, places, plan.num_tiles, heads]
-    numbers += [heads // k.shape[1], q.shape[0] * heads * plan.num_tiles]
-    return tensors, numbers + list(plan.window or (-1, -1, 0))
+    table = _locate_tiles(plan, (batch, heads), query, index, places)
+    bulk = bulk_matrices(k, v, plan)
+    tensors = [q, k, v, extra_k, extra_v, out, lse, query, table, index, log_weight, order, valid]
+    numbers = [bulk.row_b, bulk.row_h, bulk.col_h]
+    numbers += [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *shared_strides(extra_k)]
+    numbers += [*out.stride()[:3], *lse.stride()[:2], *shared_strides(query)]
+    numbers += [*shared_strides(order), *shared_strides(valid)[:1]]
+    numbers += [plan.num_queries, plan.num_keys, plan.num_tiles, heads, heads // k.shape[1]]
+    numbers += [batch * heads * plan.num_tiles, *(plan.window or (-1, -1, 0))]
+    return [*tensors, bulk.k, bulk.v], numbers
 
 
-def _causal_bounds(
-    plan: SparsePlan,
-    shape: tuple[int, int],
-    rows: list[Tensor | None],
-    index: Tensor,
-    index_strides: list[int],
-) -> tuple[Tensor, Tensor]:
-    """Return how many keys each tile reads and how many, in front, all its queries see.
+def _locate_tiles(
+    plan: SparsePlan, shape: tuple[int, int], query: Tensor | None, index: Tensor, places: int
+) -> Tensor:
+    """Return where each launch slot's tile begins: [B, H, T, 5] int64, see `places.py`.
 
-    Both [B, H, T] int32.
+    Args:
+        plan: The plan.
+        shape: B and H.
+        query: The plan's query index with dense rows.
+        index: The plan's key lists, contiguous.
+        places: Places of the key order of blocks, with holes.
     """
-    from gossamer.kernels.hopper import bounds as module
+    from gossamer.kernels.hopper import places as module
 
-    kernel: Any = module.causal_bounds
+    kernel: Any = module.locate_tiles
     keys = plan.keys
-    length, whole = (
-        torch.empty(*shape, plan.num_tiles, dtype=torch.int32, device=index.device)
-        for _ in range(2)
+    blocks = isinstance(keys, KeyBlocks)
+    launch, tile_row, start, count = (
+        dense_rows(x)
+        for x in (plan.launch_order, plan.tile_row, None if blocks else keys.start, keys.count)
     )
-    kernel[(length.numel(),)](
+    rows = [launch, query, tile_row, start, count]
+    table = torch.empty(*shape, plan.num_tiles, 5, dtype=torch.int64, device=index.device)
+    kernel[(math.prod(table.shape[:3]),)](
         *rows,
         index,
-        length,
-        whole,
+        table,
         *(n for x in rows for n in shared_strides(x)),
-        *index_strides,
+        *([*shared_strides(index), index.shape[-1]] if blocks else [0, 0, 0]),
         plan.num_queries,
         plan.num_keys,
+        places,
         plan.num_tiles,
         shape[1],
         TILE=plan.tile,
-        BLOCK=keys.block if isinstance(keys, KeyBlocks) else 0,
-        HAS_QUERIES=plan.query_index is not None,
-        HAS_ROWS=plan.tile_row is not None,
-        num_warps=4,
+        BLOCK=keys.block if blocks else 0,
+        CAUSAL=plan.causal and (not blocks or keys.key_order is None),
+        HAS_VIRTUAL=not blocks and keys.num_extra > 0,
+        num_warps=1,
     )
-    return length, whole
+    return table
 
 
 def _aligned(x: Tensor) -> Tensor:
