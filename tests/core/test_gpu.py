@@ -137,24 +137,38 @@ def needs_hopper(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.skipif(other, reason="needs a Hopper GPU")(test)
 
 
-def hopper_case(shape: Shape, opt: Options) -> tuple[Shape, Options]:
-    """Return what the kernel supports of what was drawn: tiles and head dims."""
-    return replace(shape, dim=64 if shape.seed % 2 else 128), replace(opt, tile=128)
+# What plans have, since each kind compiles a kernel of its own: drawn freely they would be many.
+HOPPER_PLANS = {
+    "tokens": Options(False, False, False, False, 0, None, False, False, 128, 0.3),
+    "permuted": Options(False, False, False, False, 0, None, True, True, 128, 1.0),
+    "weighted": Options(False, False, False, True, 0, None, False, False, 128, 0.3),
+    "weighted, virtual": Options(False, False, False, True, 5, None, True, False, 128, 0.3),
+    "virtual, window": Options(False, False, False, False, 1, (30, 9, 2), True, False, 128, 1.0),
+    "causal": Options(False, True, False, False, 0, None, True, False, 128, 0.3),
+    "causal, weighted": Options(False, True, True, True, 0, None, False, False, 128, 0.3),
+    "blocks": Options(True, False, False, False, 0, None, True, False, 128, 0.3),
+    "causal blocks": Options(True, True, False, False, 0, None, False, False, 128, 1.0),
+    "padded blocks": Options(True, False, True, False, 0, (40, -1, 3), False, True, 128, 0.3),
+    "sparse": Options(False, False, True, True, 0, None, True, False, 128, 0.05),
+    "empty": Options(True, False, False, False, 0, None, False, False, 128, 0.0),
+}
 
 
 @needs_hopper
-@settings(max_examples=60)  # most draws compile a kernel of their own
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("name", HOPPER_PLANS)
+@settings(max_examples=12)
 @given(
     shapes(max_tokens=700),
-    options(),
     st.sampled_from([torch.bfloat16, torch.float16]),
     st.sampled_from([None, None, 0.3, -0.2, 0.0]),
 )
 def test_law_1_hopper_equals_the_reference(
-    shape: Shape, opt: Options, dtype: torch.dtype, scale: float | None
+    name: str, dim: int, shape: Shape, dtype: torch.dtype, scale: float | None
 ) -> None:
-    shape, opt = hopper_case(shape, opt)
-    check_against_the_reference("hopper", shape.tensors(dtype), random_plan(shape, opt), scale)
+    plan = random_plan(replace(shape, dim=dim), HOPPER_PLANS[name])
+    tensors = replace(shape, dim=dim).tensors(dtype)
+    check_against_the_reference("hopper", tensors, plan, scale)
 
 
 @needs_hopper
