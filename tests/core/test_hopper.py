@@ -65,25 +65,24 @@ def test_it_compiles_to_tensor_core_products_that_do_not_wait_for_one_another(
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     code = json.loads(result.stdout)
-    loops = 2 if "causal" in features else 1  # steps that hide something, steps that do not
     # Products over 16 columns, then over 16 keys; a tile's first scores, its steps, its last values
     # beside the next tile's first scores.
     columns, keys = (4, 8) if features == "dim=64" else (8, 8)
     weights = 1 if "weights" in features else 0
     scores = columns + weights
-    assert code["products"] == 2 * (scores + (loops + 1) * (keys + scores))
-    assert code["groups"] == 2 * (1 + weights + (loops + 1) * (2 + weights))
+    assert code["products"] == 2 * (scores + 2 * (keys + scores))
+    assert code["groups"] == 2 * (1 + weights + 2 * (2 + weights))
     assert code["copies"] >= 24
     assert code["bulk"] == (4 if "bulk" in features else 0)
-    # What a step costs beside its products: flash-attn-4's takes 481 instructions, of which 80 are
-    # passed by here in most steps.
     steps = code["steps"]
-    assert len(steps) == 2 * loops
-    assert [step["spills"] for step in steps] == [0] * len(steps)
-    assert sorted(step["instructions"] for step in steps)[1] <= 520
+    assert [step["spills"] for step in steps] == [0, 0]  # of each consumer
+    if "causal" not in features:
+        # Beside its products: flash-attn-4's step takes 481 instructions; of these, 80 are passed
+        # by in most steps.
+        assert max(step["instructions"] for step in steps) <= 520
     if "bulk" not in features:
         assert min(loop["instructions"] for loop in code["copying"]) <= 225
-    if loops == 1 and not weights:
+    if "causal" not in features and not weights:
         assert code["spills"] == 0
 
 

@@ -3,8 +3,8 @@
 # pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false
-# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, SIM113 -- a kernel takes flat arguments, its types
-# are Gluon's, and it has no enumerate
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, SIM102, SIM113 -- a kernel takes flat arguments, its
+# types are Gluon's, a branch at compile time is not one at run time, and it has no enumerate
 
 from __future__ import annotations
 
@@ -158,7 +158,6 @@ def consume(
         at = find_queries(tile, at, head, batch, query, num_queries)
         position = at + num_keys - num_queries
         lists = (index_ptr, head, batch, first, length)
-        seen = 0 if HIDES_ALWAYS else whole
         q_half = q_smem.index(turn % 2).slice(half * HALF, HALF)
         begin = last_step(length)
         scores = _hide(
@@ -172,30 +171,33 @@ def consume(
         parts = fold_sum(weights)
         pairs = pack(weights, dtype)
         begin -= STEP
-        for hidden in gl.static_range(2 if HIDES else 1):
-            least = 0
-            if HIDES and hidden == 0:  # steps in which some query may not see some key
-                least = gl.maximum(seen - STEP + 1, 0)
-            while begin >= least:
-                before = step % STAGES
-                before_phase = (step // STAGES) & 1
-                step += 1
-                stage = step % STAGES
-                pairs = pin(pairs)
-                p = unpack(pairs, dtype, p_layout)
-                mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-                if HAS_WEIGHTS:
-                    mbarrier.wait(w_full.index(stage), (step // STAGES) & 1)
-                if IS_BULK:
-                    # A thread's own copies arrive in order, so that the next keys say that the
-                    # values are there; bulk copies do not.
-                    mbarrier.wait(v_full.index(before), before_phase)
-                fence_async_shared()
-                token = _score(smem, q_half, stage, zeros, HAS_WEIGHTS)
-                acc_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
-                scores = warpgroup_mma_wait(1, deps=[token])
-                _release(k_empty.index(stage))
-                if HIDES and hidden == 0:
+        # Steps before this one show all their keys to all queries.
+        least = 0
+        if not HIDES_ALWAYS:
+            least = gl.maximum(whole - STEP + 1, 0)
+        while begin >= 0:
+            before = step % STAGES
+            before_phase = (step // STAGES) & 1
+            step += 1
+            stage = step % STAGES
+            pairs = pin(pairs)
+            p = unpack(pairs, dtype, p_layout)
+            mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
+            if HAS_WEIGHTS:
+                mbarrier.wait(w_full.index(stage), (step // STAGES) & 1)
+            if IS_BULK:
+                # A thread's own copies arrive in order, so that the next keys say that the
+                # values are there; bulk copies do not.
+                mbarrier.wait(v_full.index(before), before_phase)
+            fence_async_shared()
+            token = _score(smem, q_half, stage, zeros, HAS_WEIGHTS)
+            acc_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[token])
+            _release(k_empty.index(stage))
+            if HIDES:
+                # Not a loop of its own: the assembler has given one, behind another that does not
+                # run, descriptors that only the other one computes.
+                if begin >= least:
                     scores = _hide(
                         scores,
                         begin,
@@ -209,20 +211,20 @@ def consume(
                         CAUSAL,
                         WINDOW,
                     )
-                before_top = top
-                top = raise_top(top, fold_max(scores) * factor)
-                base = top
-                if HAS_WEIGHTS or (HIDES and hidden == 0):  # a weight may be 0
-                    base = gl.where(top == float("-inf"), 0.0, top)
-                weights = gl.exp2(scores * factor - along(base, scores, STEP))
-                shrink = gl.exp2(before_top - base)
-                # Each thread sums its own columns; a row's threads add theirs at its end.
-                parts = parts * along(shrink, parts, 8) + fold_sum(weights)
-                acc, pairs = warpgroup_mma_wait(0, deps=[acc_token, pairs])
-                _release(v_empty.index(before))
-                pairs = pack(weights, dtype)
-                acc = scale_rows(acc, shrink, D)
-                begin -= STEP
+            before_top = top
+            top = raise_top(top, fold_max(scores) * factor)
+            base = top
+            if HAS_WEIGHTS or HIDES:  # a weight may be 0
+                base = gl.where(top == float("-inf"), 0.0, top)
+            weights = gl.exp2(scores * factor - along(base, scores, STEP))
+            shrink = gl.exp2(before_top - base)
+            # Each thread sums its own columns; a row's threads add theirs at its end.
+            parts = parts * along(shrink, parts, 8) + fold_sum(weights)
+            acc, pairs = warpgroup_mma_wait(0, deps=[acc_token, pairs])
+            _release(v_empty.index(before))
+            pairs = pack(weights, dtype)
+            acc = scale_rows(acc, shrink, D)
+            begin -= STEP
         # The tile's last values beside the next tile's first keys.
         before = step % STAGES
         before_phase = (step // STAGES) & 1
