@@ -3,7 +3,7 @@
 python tests/core/compile_planning.py KERNEL ..., each a name and words for its features:
 
 "mass [tile=128] [float16] [causal] [padded] [dim=64]"  "attend [values] [causal] [padded]"  top
-pddp-shift  pddp-moments  pddp-axis  pddp-project  pddp-part  pddp-split
+pddp-shift  pddp-moments  pddp-axis  pddp-project  pddp-gather  pddp-part  "pddp-split [most=256]"
 """
 
 import json
@@ -35,6 +35,13 @@ TYPES = {
     "axis_ptr": "*fp32",
     "offset_ptr": "*fp32",
     "along_ptr": "*fp32",
+    "range_ptr": "*fp32",
+    "parent_ptr": "*fp32",
+    "whole_ptr": "*fp32",
+    "histogram_ptr": "*i32",
+    "member_ptr": "*i32",
+    "number_ptr": "*i32",
+    "above_ptr": "*i32",
     "start_ptr": "*fp32",
     "valid_ptr": "*u8",
     "batch_ptr": "*i64",
@@ -94,7 +101,12 @@ def top_kernel(wanted: Wanted) -> tuple[object, dict[str, object], dict[str, int
 
 def pddp_kernel(name: str) -> Callable[..., tuple[object, dict[str, object], dict[str, int]]]:
     def make(wanted: Wanted) -> tuple[object, dict[str, object], dict[str, int]]:
-        kernel, constants = pddp.configuration(name, int(wanted.get("dim", 128)), torch.bfloat16)
+        kernel, constants = pddp.configuration(
+            name,
+            int(wanted.get("dim", 128)),
+            torch.bfloat16,
+            most=int(wanted.get("most", 4096)),
+        )
         names = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
         options = {key: constants.pop(key) for key in names if key in constants}
         options |= {key: int(wanted[key]) for key in options if key in wanted}

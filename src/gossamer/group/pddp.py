@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -108,7 +110,7 @@ def _order_by_kernels(x: Tensor, valid: Tensor | None, tile: int, iterations: in
     else:
         tokens = valid.sum(-1).int()
         order = torch.argsort((~valid).byte(), dim=-1, stable=True)[:, place].int()
-    start = _start(dim, x.device)
+    start = _cached_start(dim, x.device)
     at_once = max(1, _GPU_ROWS // heads)
     orders = [
         module.order_tokens(
@@ -121,13 +123,30 @@ def _order_by_kernels(x: Tensor, valid: Tensor | None, tile: int, iterations: in
         )
         for begin in range(0, batch, at_once)
     ]
-    return torch.cat(orders).view(batch, heads, -1)[..., :length].long()
+    whole = orders[0] if len(orders) == 1 else torch.cat(orders)
+    return whole.view(batch, heads, -1)[..., :length].long()
 
 
 def _start(dim: int, device: torch.device) -> Tensor:
     """Return the direction [D] from which power iteration starts."""
     start = uniform(_SALT, torch.arange(dim, device=device), device=device).float() - 0.5
     return start / start.norm()
+
+
+def _cached_start(dim: int, device: torch.device) -> Tensor:
+    """Return `_start`, made once: on a GPU its hundred small launches cost more than a level.
+
+    Not while a graph is captured: what is made then exists only where that graph is replayed.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _start(dim, device)
+    return _kept_start(dim, device)
+
+
+@functools.cache
+def _kept_start(dim: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):
+        return _start(dim, device)
 
 
 def _as_integer(x: Tensor) -> Tensor:
