@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self, cast
 
 import torch
@@ -25,7 +25,7 @@ from gossamer.group.relay import (
     segment_groups,
 )
 from gossamer.methods.base import Method, State, check_count, register
-from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan, full_plan, join_text
+from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan, join_text
 
 _CHOICES = {
     "schedule": ("interleave", "scatter", "gather", "g2s4"),
@@ -328,7 +328,30 @@ class Intra(Method):
         if span is None:
             lengths = (num_queries, num_keys, self.groups)
             span = nearest_span(*lengths, sink=self.sink, causal=call.causal)
-        return replace(full_plan(q, k, call), window=(span, 0 if call.causal else span, self.sink))
+        right = 0 if call.causal else span
+        sink = min(self.sink, num_keys)
+        # A tile's row: the first tokens, then what lies between its first query's window and its
+        # last one's.
+        first = torch.arange(0, num_queries, self.tile, device=q.device)
+        last = (first + self.tile).clamp(max=num_queries) - 1
+        shift = num_keys - num_queries
+        low = (first + shift - span).clamp(min=sink)
+        high = (last + shift + right).clamp(max=num_keys - 1)
+        place = torch.arange(sink + self.tile + span + right, device=q.device)
+        key = torch.where(place < sink, place, low[:, None] + place - sink)  # [T, L]
+        return SparsePlan(
+            num_queries=num_queries,
+            num_keys=num_keys,
+            tile=self.tile,
+            keys=KeyTokens.from_lists(
+                key.clamp(max=num_keys - 1)[None, None],
+                count=(sink + (high - low + 1).clamp(min=0))[None, None],
+            ),
+            causal=call.causal,
+            key_valid=call.key_valid,
+            window=(span, right, self.sink),
+            scale=call.scale,
+        )
 
 
 class _Rows(NamedTuple):
