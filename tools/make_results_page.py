@@ -314,6 +314,8 @@ def gpu_section(name: str, text: str, tables: Callable[[list[Row]], str]) -> lis
     notes = [f"{row['case']}: {row['failure']}" for row in document.get("failures", [])]
     if notes:
         parts.append(f"\nRefused, and not timed: {'; '.join(notes)}.\n")
+    if document.get("note"):
+        parts.append(f"\n{document['note']}\n")
     if document.get("missing"):
         parts.append(f"\nNot run: {', '.join(document['missing'])}.\n")
     return parts
@@ -373,7 +375,7 @@ def plan_table(rows: list[Row]) -> str:
                 row["case"],
                 row["stage"],
                 f"{row['median_ms']:.2f}",
-                f"{row['spread_ms']:.2f}",
+                "–" if row["spread_ms"] is None else f"{row['spread_ms']:.2f}",
                 f"{row['dense_share']:.1%}",
                 f"{row['peak_extra_bytes'] / 2**20:.0f}",
                 str(row["synchronisations"]),
