@@ -474,7 +474,9 @@ def test_g2s4_defaults_are_the_published_ones():
     others = sum(256 * 256 * (u // 2) for u in range(16))
     assert densities == pytest.approx([(own + others) / visible, window], rel=1e-12)
     q = torch.zeros(1, 1, 2000, 8)
-    assert method.plan(q, q, q, gs.Call(layer=1, causal=True)).window == (575, 0, 64)
+    plan = method.plan(q, q, q, gs.Call(layer=1, causal=True))
+    assert plan.window == (575, 0, 64)
+    assert int(plan.keys.count.max()) == 64 + 575 + plan.tile, "kernels walk what rows list"
 
 
 # --- Density ------------------------------------------------------------------------------------
