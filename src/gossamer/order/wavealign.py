@@ -219,6 +219,8 @@ class _Masks(NamedTuple):
             for tiles that are left out.
         number: [x, 1] int64, tiles that are not left out.
         active: [x, T, 1] float32, 1 for these.
+        by: [x * T * K] int64, the entries of all masks by mask and column.
+        edge: [x * C + 1] int64, where each column begins among them.
         total: [x, C] int64, sums of the columns.
     """
 
@@ -226,11 +228,13 @@ class _Masks(NamedTuple):
     value: Tensor
     number: Tensor
     active: Tensor
+    by: Tensor
+    edge: Tensor
     total: Tensor
 
     def is_uniform(self) -> Tensor:
         """Return whether the centred mask is 0, [x, 1] bool: all tiles read the same."""
-        square = self._down(self.value.square().long())
+        square = _down(self.value.square().long(), self.by, self.edge)
         return (square * self.number == self.total.square()).all(-1, keepdim=True)
 
     def embed(self, rank: int, iters: int) -> Tensor:
@@ -261,20 +265,24 @@ class _Masks(NamedTuple):
     def _transposed(self, left: Tensor) -> Tensor:
         """Return B^T left, [x, C, rank].
 
-        In whole numbers of 2^-30: floating additions by atomics, as an accelerator does them, come
-        in another order in every run. The columns of `left` are at most 1 long.
+        In whole numbers of 2^-30, whose running sums are exact. The columns of `left` are at most
+        1 long.
         """
         products = [
-            self._down((self.value * (left[..., r : r + 1] * _UNIT)).round().long())
+            _down((self.value * (left[..., r : r + 1] * _UNIT)).round().long(), self.by, self.edge)
             for r in range(left.shape[-1])
         ]
         return (torch.stack(products, dim=-1).double() / _UNIT).float()
 
-    def _down(self, entries: Tensor) -> Tensor:
-        """Sum entries [x, T, K] int64 by column: [x, C]."""
-        return torch.zeros_like(self.total).scatter_add_(
-            1, self.column.flatten(1), entries.flatten(1)
-        )
+
+def _down(entries: Tensor, by: Tensor, edge: Tensor) -> Tensor:
+    """Sum entries [x, T, K] int64 by column: [x, C].
+
+    As differences of a running sum over the entries in the order of their columns. On a GPU
+    additions by atomics would wait for one another, thousands to a column.
+    """
+    running = torch.nn.functional.pad(entries.flatten()[by].cumsum(0), (1, 0))
+    return running[edge].diff().view(len(entries), -1)
 
 
 def _orthonormal(x: Tensor) -> Tensor:
@@ -306,11 +314,14 @@ def _block_lists(
     by_tile = rows[..., None].expand(-1, -1, width)
     index = index.long().gather(1, by_tile)
     value = value.float().gather(1, by_tile) * active[..., None]
-    shape = (len(rows), _num_columns(plan))
-    empty = torch.zeros(shape, dtype=torch.int64, device=plan.device)
-    total = empty.scatter_add(1, index.flatten(1), value.long().flatten(1))
+    columns = _num_columns(plan)
+    line = torch.arange(len(rows), device=plan.device)
+    column, by = (line[:, None, None] * columns + index).flatten().sort(stable=True)
+    first = torch.arange(len(rows) * columns + 1, device=plan.device)
+    edge = torch.searchsorted(column, first)
+    total = _down(value.long(), by, edge)
     number = active.sum(-1, keepdim=True)
-    return _Masks(index, value, number, active.float()[..., None], total)
+    return _Masks(index, value, number, active.float()[..., None], by, edge, total)
 
 
 def _count_in_blocks(
