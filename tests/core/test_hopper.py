@@ -165,6 +165,18 @@ def test_simulated_it_walks_rows_of_many_steps(
         simulated.slow = None
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+def test_simulated_a_launch_order_changes_no_bit(blocks: bool) -> None:
+    shape = Shape(2, 2, 1, 300, 500, 64, 3)
+    opt = Options(blocks, True, False, not blocks, 0, None, True, False, 128, 0.6)
+    plan, tensors = random_plan(shape, opt), shape.tensors(torch.bfloat16)
+    order = torch.rand(2, 2, plan.num_tiles, generator=shape.generator()).argsort(-1).int()
+    want = hopper.HopperKernel().run(*tensors, plan, 0.125)
+    got = hopper.HopperKernel().run(*tensors, replace(plan, launch_order=order), 0.125)
+    assert torch.equal(got.out, want.out)
+    assert torch.equal(got.lse, want.lse)
+
+
 @pytest.mark.parametrize("block", [16, 32, 64, 128])
 @pytest.mark.parametrize("beside", [False, True], ids=["heads above", "heads beside"])
 def test_simulated_it_copies_whole_blocks_at_once(block: int, beside: bool) -> None:

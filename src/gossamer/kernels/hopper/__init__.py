@@ -62,7 +62,7 @@ class HopperKernel:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float
     ) -> AttentionOutput:
-        """Run the plan: as many programs as multiprocessors, each walking its share of tiles."""
+        """Run the plan: a program per multiprocessor, or per tile where there is a launch order."""
         from gossamer.kernels.hopper import forward as module
 
         forward: Any = module.forward  # Triton's types do not know that it takes a grid
@@ -81,7 +81,11 @@ class HopperKernel:
             lse.fill_(-math.inf)
         elif total and num_queries:
             tensors, numbers = _arguments(plan, q, k, v, out, lse)
+            # Each program walks every n-th tile. Tiles in an order that somebody chose go to the
+            # next free multiprocessor, as that order expects: it has the longest of a wave first.
             programs = min(total, _num_multiprocessors(q.device))
+            if plan.launch_order is not None:
+                programs = total
             forward[(programs,)](
                 *tensors,
                 *numbers,
