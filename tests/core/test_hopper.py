@@ -81,6 +81,7 @@ def test_it_compiles_to_tensor_core_products_that_do_not_wait_for_one_another(
         # by in most steps.
         assert max(step["instructions"] for step in steps) <= 520
     if "bulk" not in features:
+        # 32 copies of three instructions each, twice as many where weights are stored beside them.
         assert min(loop["instructions"] for loop in code["copying"]) <= 225
     if "causal" not in features and not weights:
         assert code["spills"] == 0
@@ -163,6 +164,18 @@ def test_simulated_it_walks_rows_of_many_steps(
         check(shape.tensors(torch.bfloat16), random_plan(shape, opt))
     finally:
         simulated.slow = None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_simulated_weights_that_halves_do_not_reach_weigh_nothing(dtype: torch.dtype) -> None:
+    """Logarithms that overflow float16 once they are divided by the scale, beside usual ones."""
+    shape = Shape(1, 1, 1, 130, 300, 64, 2)
+    index = torch.arange(300).view(1, 1, 1, -1).expand(1, 1, 2, -1)
+    log_weight = torch.randn(1, 1, 2, 300, generator=shape.generator())
+    log_weight[..., 1::3] = -1e4
+    log_weight[..., 2::3] = -torch.inf
+    keys = gs.KeyTokens.from_lists(index, log_weight=log_weight)
+    check(shape.tensors(dtype), gs.SparsePlan(num_queries=130, num_keys=300, tile=128, keys=keys))
 
 
 @pytest.mark.parametrize("blocks", [False, True])

@@ -94,8 +94,7 @@ def _copy_keys(
         _copy(smem, at, mask=read)
     else:
         _copy(smem, at)
-    if full is not None:
-        async_copy.mbarrier_arrive(full, increment_count=False)
+    async_copy.mbarrier_arrive(full, increment_count=False)
 
 
 @gluon.jit
@@ -148,7 +147,9 @@ def _store_weights(smem, full, weight, inverse, layout: gl.constexpr):
     dtype: gl.constexpr = smem.dtype
     weight = weight * inverse
     high = weight.to(dtype)
-    rest = gl.where(weight == float("-inf"), 0.0, weight - high.to(gl.float32))
+    # What no half reaches weighs 0, as it would: the rest of an infinity is none.
+    near = high.to(gl.float32)
+    rest = gl.where(near == float("-inf"), 0.0, weight - near)
     middle = rest.to(dtype)
     low = (rest - middle.to(gl.float32)).to(dtype)
     column = gl.arange(0, BIAS, gl.SliceLayout(0, layout))[None, :]
@@ -372,7 +373,7 @@ def produce(
         length = next_length
         real = next_real
         begin = next_begin
-    # Its keys are whatever the stage holds.
+    # The consumers multiply once more, for the tile behind the last, by whatever the stage holds.
     stage = step % STAGES
     mbarrier.wait(k_empty.index(stage), ((step // STAGES) & 1) ^ 1)
     mbarrier.arrive(k_full.index(stage), count=128)
