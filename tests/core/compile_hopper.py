@@ -1,7 +1,7 @@
 """Compile the Hopper kernel for compute capability 9.0 and print what came of it; needs no GPU.
 
 python tests/core/compile_hopper.py [dim=64] [float16] [block=64] [weights] [virtual] [queries]
-                                    [rows] [launch] [causal] [padded] [order] [window] [bulk]
+                                    [causal] [padded] [order] [window] [bulk]
 """
 
 import json

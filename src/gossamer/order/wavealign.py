@@ -19,7 +19,9 @@ from gossamer.plan.rows import expand, tile_queries, tile_rows
 _SALT = 4  # of the start of the subspace iteration
 _BLOCK = 128  # keys that single keys are counted in
 _CHUNK_BYTES = 256 << 20  # of the lists and products of the heads that are ordered together
-_ENTRY_BYTES = 48  # of one list entry: index, value, and the products of two columns
+# Of one list entry: index, value and place by column (20), and at most what a sort of them or a
+# running sum of products holds (48).
+_ENTRY_BYTES = 68
 _UNIT = 2.0**30  # fixed point of the transposed product
 _DEPENDENT = 1e-5  # share of a column left by orthogonalising that is rounding
 

@@ -40,7 +40,9 @@ class Timing:
 def time_call(
     call: Callable[[], object], *, warm_up: int = _WARM_UP, least: int = _LEAST
 ) -> Timing:
-    """Time a call on the current CUDA device; warm-up calls are not counted, nor is the host.
+    """Time a call on the current CUDA device; warm-up calls are not counted.
+
+    Nor is the host, while it launches the call in less time than the device is given other work.
 
     Args:
         call: What to time.
