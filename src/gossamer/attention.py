@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.errors import PlanError
-from gossamer.kernels import AttentionOutput, choose_kernel
+from gossamer.kernels import (
+    AttentionOutput,
+    DifferentiableKernel,
+    ReferenceKernel,
+    choose_kernel,
+    wants_gradients,
+)
 from gossamer.methods import Method, check_method, check_tensors
 from gossamer.plan import KeyBlocks, SparsePlan
 from gossamer.plan.flat import flatten, unflatten
@@ -27,6 +34,9 @@ def attend(
     kernel: str = "auto",
 ) -> AttentionOutput:
     """Run a plan.
+
+    Output and log-sum-exp have gradients of q, k and v, under `torch.compile` too, where the kernel
+    has them; "auto" looks for one that has where a tensor requires them.
 
     Args:
         q: [B, H, N, D] queries.
@@ -49,11 +59,16 @@ def attend(
         raise PlanError(f"scale={scale}: must be a finite number, or None for the plan's")
     factor = plan.scale if scale is None else scale
     factor = q.shape[-1] ** -0.5 if factor is None else factor
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        # The custom op has no backward; kernels that differentiate do so through torch itself.
-        return choose_kernel(q, k, v, plan, kernel).run(q, k, v, plan, factor)
     tensors, numbers = flatten(plan)
-    out, lse = _attend_op(q, k, v, tensors, numbers, factor, kernel)
+    gradients = wants_gradients(q, k, v)
+    if gradients and (not torch.compiler.is_compiling() or _any_requires_grad(tensors)):
+        chosen = choose_kernel(q, k, v, plan, kernel, gradients=True)
+        if isinstance(chosen, ReferenceKernel):
+            # Beyond the op: torch itself differentiates it, twice if asked to, and with respect to
+            # weights and virtual keys as well. No graph takes it whole.
+            return chosen.run(q, k, v, plan, factor)
+        kernel = chosen.name
+    out, lse = _attend_op(q, k, v, tensors, numbers, factor, kernel, gradients)
     return AttentionOutput(out, lse)
 
 
@@ -140,6 +155,11 @@ def _check_fit(q: Tensor, k: Tensor, plan: SparsePlan) -> None:
         raise PlanError(f"the plan is on {plan.device}, q on {q.device}: use plan.to(q.device)")
 
 
+def _any_requires_grad(plan: list[Tensor | None]) -> bool:
+    """Return whether gradients of weights or virtual keys are asked for."""
+    return any(x is not None and x.requires_grad for x in plan)
+
+
 @torch.library.custom_op("gossamer::attend", mutates_args=())
 def _attend_op(
     q: Tensor,
@@ -149,10 +169,12 @@ def _attend_op(
     numbers: list[int],
     scale: float,
     kernel: str,
+    gradients: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Run a flattened plan."""
+    """Run a flattened plan; `gradients` says whether a backward pass may follow."""
     whole = unflatten(plan, numbers)
-    out, lse = choose_kernel(q, k, v, whole, kernel).run(q, k, v, whole, scale)
+    chosen = choose_kernel(q, k, v, whole, kernel, gradients=gradients)
+    out, lse = chosen.run(q, k, v, whole, scale)
     return out.contiguous(), lse.contiguous()
 
 
@@ -165,10 +187,90 @@ def _attend_fake(
     numbers: list[int],
     scale: float,
     kernel: str,
+    gradients: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return outputs of the right shape."""
-    del k, v, plan, numbers, scale, kernel
+    del k, v, plan, numbers, scale, kernel, gradients
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("gossamer::attend_backward", mutates_args=())
+def _attend_backward_op(  # noqa: PLR0913 -- an op takes flat arguments
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    plan: list[Tensor | None],
+    numbers: list[int],
+    scale: float,
+    kernel: str,
+    of_keys: bool,
+) -> list[Tensor]:
+    """Return the gradient of q, and with `of_keys` those of k and v.
+
+    From the forward pass's output and log-sum-exp, but for the reference: it runs once more.
+    """
+    whole = unflatten(plan, numbers)
+    chosen = choose_kernel(q, k, v, whole, kernel, gradients=True)
+    if not isinstance(chosen, DifferentiableKernel):
+        raise TypeError(f"kernel {chosen.name!r} names no reason against gradients and has none")
+    out, lse = out.contiguous(), lse.contiguous()  # as they were made; a compiler may move them
+    grads = chosen.backward(q, k, v, out, lse, d_out, d_lse, whole, scale, of_keys=of_keys)
+    return [x.contiguous() for x in grads if x is not None]
+
+
+@_attend_backward_op.register_fake
+def _attend_backward_fake(  # noqa: PLR0913 -- mirrors the op
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    plan: list[Tensor | None],
+    numbers: list[int],
+    scale: float,
+    kernel: str,
+    of_keys: bool,
+) -> list[Tensor]:
+    """Return gradients of the right shape."""
+    del out, lse, d_out, d_lse, plan, numbers, scale, kernel
+    return [x.new_empty(x.shape) for x in ((q, k, v) if of_keys else (q,))]
+
+
+def _keep_for_backward(
+    ctx: Any,  # noqa: ANN401 -- torch has no type for it
+    inputs: tuple[Any, ...],
+    output: tuple[Tensor, Tensor],
+) -> None:
+    """Keep what the backward pass is made from.
+
+    The plan is no activation: kept as it is, it may be made in inference mode.
+    """
+    q, k, v, ctx.plan, ctx.numbers, ctx.scale, ctx.kernel, _ = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(
+    ctx: Any,  # noqa: ANN401
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+) -> tuple[Tensor | list[None] | None, ...]:
+    """Return the gradients of the op's arguments."""
+    of_keys = ctx.needs_input_grad[1] or ctx.needs_input_grad[2]
+    plan, rest = ctx.plan, (ctx.numbers, ctx.scale, ctx.kernel, of_keys)
+    grads = _attend_backward_op(*ctx.saved_tensors, d_out, d_lse, plan, *rest)
+    # torch takes a list apart where all of it is tensors, and wants as many gradients back.
+    of_plan = None if any(x is None for x in plan) else [None] * len(plan)
+    return *(grads if of_keys else (*grads, None, None)), of_plan, None, None, None, None
+
+
+_attend_op.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 
 @torch.library.custom_op("gossamer::sparse_attention", mutates_args=())

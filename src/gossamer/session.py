@@ -12,7 +12,7 @@ from gossamer.attention import attend
 from gossamer.budgets import plan_by_heads
 from gossamer.call import Call
 from gossamer.errors import RecipeError
-from gossamer.kernels import DENSE_KERNEL, choose_kernel, dense_attention
+from gossamer.kernels import DENSE_KERNEL, choose_kernel, dense_attention, wants_gradients
 from gossamer.methods import Dense, check_tensors
 from gossamer.plan import SparsePlan
 from gossamer.recipe import Recipe
@@ -187,7 +187,8 @@ class Session:
         plan, notes, full = self._plan(q, k, v, call, with_full=with_full)
         if self.recipe.method.fixed_density:
             notes.append("density fixed by geometry")
-        kernel = choose_kernel(q, k, v, plan, self.recipe.kernel)
+        gradients = wants_gradients(q, k, v)
+        kernel = choose_kernel(q, k, v, plan, self.recipe.kernel, gradients=gradients)
         watch.mark()
         out = attend(q, k, v, plan, scale=call.scale, kernel=kernel.name).out
         if anchors is not None:
@@ -219,7 +220,8 @@ class Session:
         """Attend with the anchor's plan and add its residual."""
         watch = Stopwatch(q.device)
         plan = anchor.plan.refresh(k, v)
-        kernel = choose_kernel(q, k, v, plan, self.recipe.kernel)
+        gradients = wants_gradients(q, k, v)
+        kernel = choose_kernel(q, k, v, plan, self.recipe.kernel, gradients=gradients)
         watch.mark()
         out = attend(q, k, v, plan, scale=call.scale, kernel=kernel.name).out
         if anchor.residual is not None:

@@ -7,11 +7,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.library import opcheck
 
 import gossamer as gs
 from cases import Options, Shape, options, random_plan, shapes
 from gossamer.kernels import choose_kernel, transposed
+from gossamer.kernels.triton import TritonKernel
+from gossamer.plan.flat import flatten
 from gradients import check_gradients, run
+from training import check_training
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 # The interpreter cuts float32 to bfloat16 instead of rounding it, so that is left to the GPU.
@@ -147,7 +151,7 @@ def test_nothing_to_read_has_no_gradient(num_keys: int) -> None:
 def test_auto_takes_it_for_gradients() -> None:
     q, k, v = Shape(1, 1, 1, 40, 50, 16, 1).tensors()
     plan = plan_of(Shape(1, 1, 1, 40, 50, 16, 1), blocks=True)
-    assert choose_kernel(q.requires_grad_(), k, v, plan, "auto").name == "triton"
+    assert choose_kernel(q, k, v, plan, "auto", gradients=True).name == "triton"
 
 
 def test_what_has_no_gradient_is_refused_with_the_reason() -> None:
@@ -165,6 +169,45 @@ def test_what_has_no_gradient_is_refused_with_the_reason() -> None:
         gs.attend(q, k, v, plan_of(shape, blocks=True), kernel="triton")
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_block_trains_in_one_graph(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two forward passes in all, one eager and one compiled: none is repeated for gradients."""
+    passes = []
+    run_once = TritonKernel.run
+    monkeypatch.setattr(TritonKernel, "run", lambda *a: passes.append(a) or run_once(*a))
+    shape = Shape(1, 1, 2, 40, 40, 16, 1)
+    check_training(shape, plan_of(shape, blocks=blocks, weighted=not blocks), "auto")
+    assert len(passes) == 2
+
+
+def test_the_ops_pass_torchs_own_checks() -> None:
+    shape = Shape(1, 1, 2, 40, 50, 16, 1)
+    leaves = [x.requires_grad_() for x in shape.tensors()]
+    rest = (*flatten(plan_of(shape, blocks=True)), 0.25, "triton", True)
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    opcheck(torch.ops.gossamer.attend.default, (*leaves, *rest), test_utils=checks)
+    q, k, v = (x.detach() for x in leaves)
+    out, lse = torch.ops.gossamer.attend(q, k, v, *rest)
+    arguments = (q, k, v, out, lse, out, None, *rest)  # the last stands for `of_keys` here
+    opcheck(torch.ops.gossamer.attend_backward.default, arguments, test_utils=checks)
+
+
+def test_a_plan_made_in_inference_mode_trains() -> None:
+    shape = Shape(1, 1, 2, 40, 50, 16, 1)
+    with torch.inference_mode():
+        plan = plan_of(shape, weighted=True)
+    check_gradients(shape.tensors(torch.float16), plan, "triton")
+
+
+def test_second_derivatives_are_refused() -> None:
+    shape = Shape(1, 1, 1, 40, 50, 16, 1)
+    q, k, v = (x.requires_grad_() for x in shape.tensors())
+    out = gs.attend(q, k, v, plan_of(shape, blocks=True), kernel="triton").out
+    (grad,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="attend_backward.* no autograd formula"):
+        grad.sum().backward()
 
 
 @given(shapes(max_tokens=120), options(), st.sampled_from([1, 1 << 12, 1 << 40]))

@@ -23,6 +23,7 @@ from gossamer.kernels.flash import FlashKernel, call, lists, paged
 from gossamer.kernels.hopper import HopperKernel
 from gradients import check_gradients
 from oracle import assert_matches, tolerance
+from training import check_training
 
 TILE = 128
 
@@ -334,7 +335,9 @@ def block_plans(draw: st.DrawFn) -> tuple[Shape, gs.SparsePlan]:
 def test_blocks_of_every_size_equal_the_reference(drawn: tuple[Shape, gs.SparsePlan]) -> None:
     shape, plan = drawn
     if plan.causal and not flash._takes_blocks(plan.device):
-        assert "9.0 alone" in str(FlashKernel().supports(*shape.tensors(torch.bfloat16), plan))
+        assert "9.0 alone" in str(
+            FlashKernel().supports(*shape.tensors(torch.bfloat16), plan, gradients=False)
+        )
         return
     _check(*shape.tensors(torch.bfloat16), plan)
 
@@ -348,7 +351,7 @@ def test_gradients_of_whole_blocks_equal_the_references(
     shape, plan = drawn
     tensors = shape.tensors(torch.bfloat16)
     wanted = [x.requires_grad_() for x in shape.tensors(torch.bfloat16)]
-    if FlashKernel().supports(*wanted, plan):
+    if FlashKernel().supports(*wanted, plan, gradients=True):
         with pytest.raises(gs.UnsupportedError, match="gradients|9.0 alone"):
             gs.attend(*wanted, plan, kernel="flash")
         return
@@ -375,8 +378,22 @@ def test_every_kind_of_block_plan_has_its_gradient(given: dict[str, bool]) -> No
         for scale in (None, -0.2, 0.0):
             check_gradients(tensors, plan, "flash", scale=scale)
     else:
-        reasons = FlashKernel().supports(*(x.requires_grad_() for x in tensors), plan)
+        reasons = FlashKernel().supports(*tensors, plan, gradients=True)
         assert "gradients run on compute capability 9.0 alone" in reasons
+
+
+@pytest.mark.parametrize("emulated", [True], indirect=True)
+@pytest.mark.usefixtures("emulated")
+def test_a_block_trains_in_one_graph() -> None:
+    """Tiles with rows that hold no query, and an order of keys: all is put in order twice."""
+    shape = Shape(2, 1, 2, 300, 300, 64, 5)
+    opt = Options(True, False, False, False, 0, None, True, False, TILE, 0.5)
+    plan = random_plan(shape, opt)
+    mask = torch.rand((*plan.keys.count.shape, 3), generator=shape.generator()) < 0.6
+    order = torch.randperm(300, generator=shape.generator()).int().view(1, 1, -1)
+    plan = replace(plan, keys=gs.KeyBlocks.from_mask(mask, block=TILE, key_order=order))
+    assert bool((plan.query_index < 0).any())
+    check_training(shape, plan, "flash", dtype=torch.bfloat16)
 
 
 @pytest.mark.usefixtures("emulated")
@@ -413,7 +430,7 @@ def test_it_runs_the_plans_of_every_method(name: str) -> None:
         if arguments.get("causal") and type(method).causal_reason:
             continue
         plan = method.plan(q, k, v, gs.Call(**arguments))
-        if not FlashKernel().supports(q, k, v, plan):
+        if not FlashKernel().supports(q, k, v, plan, gradients=False):
             _check(q, k, v, plan)
 
 
@@ -495,7 +512,7 @@ def test_a_plan_is_refused_with_the_reason(plan: gs.SparsePlan, reason: str) -> 
 )
 def test_a_size_is_refused_with_the_reason(dim: int, dtype: torch.dtype, reason: str) -> None:
     q, k, v = Shape(1, 1, 1, 256, 256, dim, 0).tensors(dtype)
-    assert reason in "; ".join(FlashKernel().supports(q, k, v, _plan()))
+    assert reason in "; ".join(FlashKernel().supports(q, k, v, _plan(), gradients=False))
 
 
 @pytest.mark.usefixtures("emulated")
@@ -503,16 +520,16 @@ def test_gradients_are_refused_with_the_reason() -> None:
     q, k, v = Shape(1, 1, 1, 256, 256, 64, 0).tensors(torch.bfloat16)
     q.requires_grad_()
     for plan in (_plan(), _plan(keys=_blocks(64))):
-        assert "whole blocks of 128" in str(FlashKernel().supports(q, k, v, plan))
+        assert "whole blocks of 128" in str(FlashKernel().supports(q, k, v, plan, gradients=True))
     plan = _plan(keys=_blocks(128))
-    reasons = FlashKernel().supports(q, k, v, plan)
+    reasons = FlashKernel().supports(q, k, v, plan, gradients=True)
     if not flash._takes_blocks(q.device):
         assert reasons == ["gradients run on compute capability 9.0 alone"]
         return
     assert reasons == []
     torch.use_deterministic_algorithms(True)
     try:
-        assert "in no fixed order" in str(FlashKernel().supports(q, k, v, plan))
+        assert "in no fixed order" in str(FlashKernel().supports(q, k, v, plan, gradients=True))
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -524,7 +541,7 @@ def test_packages_and_devices_are_refused_with_the_reason(monkeypatch: pytest.Mo
         ("4.1.0", "is written for flash-attn-4 4.0.0b36, and 4.1.0 is installed"),
     ):
         monkeypatch.setattr(flash, "_installed", lambda found=found: found)
-        reasons = FlashKernel().supports(q, k, v, _plan())
+        reasons = FlashKernel().supports(q, k, v, _plan(), gradients=False)
         assert reason in reasons[0]
         assert "9.0 or 10.x, these tensors are on cpu" in reasons[1]
     monkeypatch.setattr(flash, "_installed", lambda: "4.0.0b36")
@@ -542,11 +559,14 @@ def test_auto_takes_it_first_for_blocks_of_its_own_size_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for kernel in (FlashKernel, HopperKernel):
-        monkeypatch.setattr(kernel, "supports", lambda *_: [])
+        monkeypatch.setattr(kernel, "supports", lambda *_, **__: [])
     q, k, v = Shape(1, 1, 1, 300, 300, 64, 0).tensors(torch.bfloat16)
     blocks, tokens = (make(density=0.3).plan(q, k, v) for make in (gs.BlockTopK, gs.InstaGen))
     ordered = replace(blocks, launch_order=torch.arange(blocks.num_tiles).int().view(1, 1, -1))
-    chosen = [choose_kernel(q, k, v, plan, "auto").name for plan in (blocks, tokens, ordered)]
+    chosen = [
+        choose_kernel(q, k, v, plan, "auto", gradients=False).name
+        for plan in (blocks, tokens, ordered)
+    ]
     assert chosen == ["flash", "hopper", "hopper"]
 
 

@@ -14,6 +14,7 @@ from gossamer.kernels import choose_kernel
 from gossamer.kernels.flash import unavailable
 from gossamer.kernels.transposed import list_causal_tiles, list_tiles
 from gradients import check_gradients, run
+from training import check_training
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,9 +124,35 @@ def test_auto_takes_flash_for_blocks_of_128_and_triton_for_the_rest() -> None:
     q, k, v = (x.cuda().requires_grad_() for x in shape.tensors(torch.bfloat16))
     for block, name in ((128, "flash"), (64, "triton")):
         plan = of_blocks(random_plan(shape, PLAIN), shape, block).to("cuda")
-        assert choose_kernel(q, k, v, plan, "auto").name == name
+        assert choose_kernel(q, k, v, plan, "auto", gradients=True).name == name
     tokens = random_plan(shape, replace(PLAIN, blocks=False)).to("cuda")
-    assert choose_kernel(q, k, v, tokens, "auto").name == "triton"
+    assert choose_kernel(q, k, v, tokens, "auto", gradients=True).name == "triton"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # inductor's advice about the GPU
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("kernel", ["triton", "flash"])
+def test_a_compiled_block_trains(kernel: str, backend: str) -> None:
+    """Permuted queries and keys, two query heads to a KV head, and a tile that reads nothing."""
+    pytest.importorskip("triton")
+    if kernel == "flash" and not has_hopper_flash():
+        pytest.skip("needs flash-attn-4 on a Hopper GPU")
+    torch.compiler.reset()
+    shape = Shape(2, 2, 2, 500, 500, 64, 1)
+    permuted = random_plan(shape, replace(PLAIN, permuted=True))
+    plans = [of_blocks(permuted, shape, 128, order=True)]
+    if kernel == "triton":
+        plans.append(random_plan(shape, replace(PLAIN, blocks=False, weighted=True)))
+    for plan in plans:
+        check_training(
+            shape,
+            plan,
+            kernel,
+            backend=backend,
+            dtype=torch.bfloat16,
+            device="cuda",
+            tolerance=2**-6,  # two roundings to bfloat16: compiled sums are in another order
+        )
 
 
 @pytest.mark.filterwarnings("ignore:.*prototype:UserWarning")  # torch's word for the mode

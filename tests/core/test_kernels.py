@@ -206,6 +206,22 @@ def test_gradients_equal_those_of_the_textbook(method: str) -> None:
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-5, atol=1e-6)
 
 
+def test_the_reference_has_gradients_of_weights_and_virtual_keys_too() -> None:
+    shape = Shape(1, 1, 2, 5, 7, 4, 5)
+    opt = Options(False, False, False, True, 3, None, False, False, 16, 0.6)
+    plan = random_plan(shape, opt)
+    parts = [getattr(plan.keys, name).double() for name in ("log_weight", "extra_k", "extra_v")]
+
+    def run(q: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        keys = replace(plan.keys, log_weight=parts[0], extra_k=parts[1], extra_v=parts[2])
+        return gs.attend(q, k, v, replace(plan, keys=keys), kernel="reference").out
+
+    q, k, v = shape.tensors(torch.float64)
+    leaves = [x.requires_grad_() for x in (q, *parts)]
+    assert torch.autograd.gradcheck(run, leaves)
+    assert torch.autograd.gradgradcheck(run, leaves)
+
+
 def test_an_explicit_kernel_never_falls_back() -> None:
     q, k, v = Shape(1, 1, 1, 8, 8, 8, 0).tensors()
     plan = gs.Dense().plan(q, k, v)

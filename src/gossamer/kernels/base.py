@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -31,8 +31,19 @@ class Kernel(Protocol):
         """Return the name under which the kernel is asked for."""
         ...
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan) -> list[str]:
-        """Return the reasons why the kernel cannot run this; none if it can."""
+    def supports(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, *, gradients: bool
+    ) -> list[str]:
+        """Return the reasons why the kernel cannot run this; none if it can.
+
+        Args:
+            q: [B, H, N, D].
+            k: [B, Hk, S, D].
+            v: [B, Hk, S, D].
+            plan: The plan.
+            gradients: Whether those of q, k and v are wanted. The tensors do not say, since inside
+                a `torch.library` op autograd is off.
+        """
         ...
 
     def run(
@@ -40,6 +51,46 @@ class Kernel(Protocol):
     ) -> AttentionOutput:
         """Run the plan; only called where `supports` names no reason."""
         ...
+
+
+@runtime_checkable
+class DifferentiableKernel(Kernel, Protocol):
+    """A kernel that has gradients, where `supports` names no reason against them."""
+
+    def backward(  # noqa: PLR0913 -- what a backward pass is made from
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor | None,
+        d_lse: Tensor | None,
+        plan: SparsePlan,
+        scale: float,
+        *,
+        of_keys: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of q, k and v, in their dtypes.
+
+        Args:
+            q: [B, H, N, D].
+            k: [B, Hk, S, D].
+            v: [B, Hk, S, D].
+            out: [B, H, N, D], contiguous, as `run` returned it.
+            lse: [B, H, N] float32, contiguous, likewise.
+            d_out: [B, H, N, D], the gradient of out, of any strides; None for 0.
+            d_lse: [B, H, N] float32, the gradient of lse, likewise.
+            plan: What `run` ran.
+            scale: Its factor on the logits.
+            of_keys: Whether those of k and v are wanted; they are None otherwise.
+        """
+        ...
+
+
+def wants_gradients(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether gradients of one of the tensors are asked for, outside of any op."""
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
 def with_virtual_keys(x: Tensor, extra: Tensor | None) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer.errors import UnsupportedError
 from gossamer.kernels import flash
-from gossamer.kernels.base import Kernel
+from gossamer.kernels.base import Kernel, wants_gradients
 from gossamer.kernels.cpu import CpuKernel
 from gossamer.kernels.flash import FlashKernel
 from gossamer.kernels.hopper import HopperKernel
@@ -33,12 +33,33 @@ def list_kernels() -> list[str]:
 
 
 def explain_kernels(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan) -> dict[str, list[str]]:
-    """Return, for every kernel, the reasons why it cannot run this; an empty list if it can."""
-    return {kernel.name: kernel.supports(q, k, v, plan) for kernel in _KERNELS}
+    """Return, for every kernel, the reasons why it cannot run this; an empty list if it can.
+
+    Gradients are among what it must do where a tensor requires them.
+    """
+    return _explain(q, k, v, plan, gradients=wants_gradients(q, k, v))
 
 
-def choose_kernel(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, kernel: str) -> Kernel:
+def _explain(
+    q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, *, gradients: bool
+) -> dict[str, list[str]]:
+    """Return the reasons against every kernel."""
+    return {kernel.name: kernel.supports(q, k, v, plan, gradients=gradients) for kernel in _KERNELS}
+
+
+def choose_kernel(
+    q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, kernel: str, *, gradients: bool
+) -> Kernel:
     """Return the kernel asked for, or the first that can run the plan for "auto".
+
+    Args:
+        q: [B, H, N, D].
+        k: [B, Hk, S, D].
+        v: [B, Hk, S, D].
+        plan: The plan.
+        kernel: One of `list_kernels()`, or "auto".
+        gradients: Whether those of q, k and v are wanted; then the kernel is a
+            `DifferentiableKernel`.
 
     Raises:
         UnsupportedError: The kernel asked for is unknown or cannot run this; it never falls back.
@@ -48,19 +69,17 @@ def choose_kernel(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, kernel: str
         if kernel not in by_name:
             known = ", ".join(["auto", *by_name])
             raise UnsupportedError(f"unknown kernel {kernel!r}: known are {known}")
-        reasons = by_name[kernel].supports(q, k, v, plan)
+        reasons = by_name[kernel].supports(q, k, v, plan, gradients=gradients)
         if reasons:
             raise UnsupportedError([f"kernel {kernel!r} cannot run this: {r}" for r in reasons])
         return by_name[kernel]
     for candidate in _order(plan):
-        if not candidate.supports(q, k, v, plan):
-            wants_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-            if candidate.name == "reference" and not wants_gradients:
+        if not candidate.supports(q, k, v, plan, gradients=gradients):
+            if candidate.name == "reference" and not gradients:
                 _warn_slow(q.device)
             return candidate
-    raise UnsupportedError(
-        [f"{n}: {'; '.join(r)}" for n, r in explain_kernels(q, k, v, plan).items()]
-    )
+    reasons = _explain(q, k, v, plan, gradients=gradients)
+    raise UnsupportedError([f"{name}: {'; '.join(found)}" for name, found in reasons.items()])
 
 
 def _order(plan: SparsePlan) -> tuple[Kernel, ...]:

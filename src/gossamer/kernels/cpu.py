@@ -25,15 +25,17 @@ class CpuKernel:
 
     name = "cpu"
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan) -> list[str]:
+    def supports(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, *, gradients: bool
+    ) -> list[str]:
         """Return why the kernel cannot run: another device or dtype, or gradients wanted."""
-        del plan
+        del k, v, plan
         reasons = []
         if q.device.type != "cpu":
             reasons.append(f"runs on CPU tensors, these are on {q.device}")
         if q.dtype not in _DTYPES:
             reasons.append(f"dtype {q.dtype} is not one of {', '.join(map(str, _DTYPES))}")
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if gradients:
             reasons.append("inference only; use kernel='reference' for gradients")
         return reasons
 

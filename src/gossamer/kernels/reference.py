@@ -11,6 +11,7 @@ from gossamer.plan.rows import expand, read_rows, tile_queries, tile_rows
 from gossamer.plan.visible import Bounds, allowed, bounds
 
 _CHUNK_BYTES = 128 << 20  # of the float64 gathered keys and logits held at once
+_AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
 
 
 class ReferenceKernel:
@@ -18,9 +19,11 @@ class ReferenceKernel:
 
     name = "reference"
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan) -> list[str]:
+    def supports(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, *, gradients: bool
+    ) -> list[str]:
         """Return no reason: the reference runs everything."""
-        del q, k, v, plan
+        del q, k, v, plan, gradients
         return []
 
     def run(
@@ -63,6 +66,33 @@ class ReferenceKernel:
             out = out.scatter(2, slot[..., None].expand_as(values), values)
             lse = lse.scatter(2, slot, torch.cat(sums).view(batch, heads, -1))
         return AttentionOutput(out[:, :, :num_queries].to(q.dtype), lse[:, :, :num_queries].float())
+
+    def backward(  # noqa: PLR0913 -- as the protocol's
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor | None,
+        d_lse: Tensor | None,
+        plan: SparsePlan,
+        scale: float,
+        *,
+        of_keys: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients that torch derives from `run`, which is run once more for it."""
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
+        # An op's body runs with autograd shut out, which enabling gradients alone does not undo.
+        with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False):
+            results = self.run(q, k, v, plan, scale)
+            d_q, *rest = torch.autograd.grad(
+                results, (q, k, v) if of_keys else (q,), (d_out, d_lse)
+            )
+        d_k, d_v = rest or (None, None)
+        return d_q, d_k, d_v
 
 
 def _softmax(logits: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ class FlashKernel:
 
     Rows of tokens and of small blocks run as paged attention: a key row is a sequence, its list the
     page table. Rows of blocks of 128 run block-sparse on Hopper, and their output and log-sum-exp
-    carry gradients to q, k and v. The launch order is ignored.
+    have gradients of q, k and v. The launch order is ignored.
 
     Unlike in other kernels, a query that reads a NaN key gets the log-sum-exp -inf (and the output
     NaN), and a NaN value on the diagonal of a causal plan reaches all queries of its tile.
@@ -37,8 +37,11 @@ class FlashKernel:
 
     name = "flash"
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan) -> list[str]:
+    def supports(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, *, gradients: bool
+    ) -> list[str]:
         """Return why the kernel cannot run: no package, another device, dtype or size, a mask."""
+        del v
         reasons = unavailable(q.device)
         if q.dtype not in _DTYPES:
             reasons.append(f"dtype {q.dtype} is not one of {', '.join(map(str, _DTYPES))}")
@@ -50,7 +53,7 @@ class FlashKernel:
         if plan.tile != TILE:
             reasons.append(f"tile {plan.tile} is not {TILE}")
         reasons += _mask_reasons(plan, q.device)
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if gradients:
             reasons += _gradient_reasons(plan, q.shape[1] // k.shape[1], q.device)
         return reasons
 
@@ -66,6 +69,28 @@ class FlashKernel:
             return blocks.run(q, k, v, plan, scale)
         q, scale = with_positive_scale(q, scale)
         return paged.run(q, k, v, plan, scale)
+
+    def backward(  # noqa: PLR0913 -- as the protocol's
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor | None,
+        d_lse: Tensor | None,
+        plan: SparsePlan,
+        scale: float,
+        *,
+        of_keys: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients of a plan that runs block-sparse, from what the forward pass left.
+
+        flash-attn-4 computes those of keys in any case.
+        """
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        d_q, d_k, d_v = blocks.differentiate(q, k, v, out, lse, d_out, d_lse, plan, scale)
+        return (d_q, d_k, d_v) if of_keys else (d_q, None, None)
 
 
 def unavailable(device: torch.device) -> list[str]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from gossamer.kernels.base import AttentionOutput, with_positive_scale
 from gossamer.kernels.flash.call import TILE, BlockLists, attend_blocks, differentiate_blocks
@@ -36,7 +33,7 @@ def can_run(plan: SparsePlan, group: int) -> bool:
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float) -> AttentionOutput:
-    """Run a plan of which `can_run` is true; the output carries gradients to q, k and v.
+    """Run a plan of which `can_run` is true.
 
     Every list ascends and ends in the ragged block where it holds it: flash-attn-4 walks a list
     backwards and masks what lies past the last key in the first block that it meets. It skips tiles
@@ -49,65 +46,86 @@ def run(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float) -> Atte
         plan: The plan.
         scale: Any factor on the logits.
     """
-    keys = plan.keys
-    if not isinstance(keys, KeyBlocks):
-        raise TypeError("only rows of blocks run block-sparse")
-    if keys.key_order is not None:
-        k, v = _gather(k, keys.key_order), _gather(v, keys.key_order)
-    q_tiles = q if plan.query_index is None else _gather(q, plan.query_index.clamp(min=0))
-    if q_tiles.stride(-1) != 1:
-        q_tiles = q_tiles.contiguous()
-    out, lse = _Attend.apply(q_tiles, k, v, plan, keys, scale)
+    keys = _blocks_of(plan)
+    k, v = (_in_order(x, keys.key_order) for x in (k, v))
+    q = q if plan.query_index is None else _gather(q, plan.query_index.clamp(min=0))
+    q, scale = with_positive_scale(q if q.stride(-1) == 1 else q.contiguous(), scale)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    attend_blocks(q, k, v, out, lse, _lists(plan, keys), scale)
     if plan.query_index is None:
         return AttentionOutput(out, lse)
-    place = _places(plan.query_index, plan.num_queries)  # [B|1, H|1, N]
-    place = place.expand(*q.shape[:2], -1)
-    return AttentionOutput(
-        out.gather(2, place[..., None].expand(-1, -1, -1, q.shape[-1])), lse.gather(2, place)
-    )
+    place = _places(plan.query_index, plan.num_queries)
+    return AttentionOutput(_gather(out, place), _gather(lse[..., None], place)[..., 0])
 
 
-class _Attend(torch.autograd.Function):
-    """Attention of tiles of queries that stand in order, and its gradients."""
+def differentiate(  # noqa: PLR0913 -- what a backward pass is made from
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    d_out: Tensor,
+    d_lse: Tensor | None,
+    plan: SparsePlan,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v of what `run` returned.
 
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] -- torch takes any arguments
-        ctx: Any,  # noqa: ANN401 -- torch has no type for it
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        plan: SparsePlan,
-        keys: KeyBlocks,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.keys, ctx.scale = plan, keys, scale
-        ctx.set_materialize_grads(False)
-        q, scale = with_positive_scale(q, scale)
-        attend_blocks(q, k, v, out, lse, _lists(plan, keys), scale)
-        return out, lse
+    What it had put in the plan's order is put there once more, so that nothing of that size is kept
+    from one pass to the other.
 
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] -- as above
-        ctx: Any,  # noqa: ANN401
-        d_out: Tensor | None,
-        d_lse: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        # Gradients of sums come with strides of 0, for which flash-attn-4 compiles another kernel.
-        d_out = torch.zeros_like(out) if d_out is None else d_out.contiguous()
-        d_lse = None if d_lse is None else d_lse.float().contiguous()
-        lists = _transposed_lists(ctx.plan, ctx.keys)
-        q, scale = with_positive_scale(q, ctx.scale)
-        d_q, d_k, d_v = differentiate_blocks(q, k, v, out, lse, d_out, d_lse, lists, scale)
-        if ctx.scale < 0:
-            d_q = -d_q
-        elif ctx.scale == 0:
-            d_q = torch.zeros_like(d_q)
-        return d_q, d_k, d_v, None, None, None
+    Args:
+        q: [B, H, N, D].
+        k: [B, Hk, S, D].
+        v: [B, Hk, S, D].
+        out: [B, H, N, D], as `run` returned it.
+        lse: [B, H, N] float32, likewise.
+        d_out: [B, H, N, D], the gradient of out.
+        d_lse: [B, H, N], the gradient of lse; None for 0.
+        plan: The plan.
+        scale: The factor on the logits.
+    """
+    keys, given_scale = _blocks_of(plan), scale
+    k, v = (_in_order(x, keys.key_order) for x in (k, v))
+    # flash-attn-4 compiles another kernel for strides of 0, which gradients of sums have.
+    q, out, d_out = (_in_tiles(x, plan.query_index) for x in (q, out, d_out.contiguous()))
+    lse = _in_tiles(lse[..., None], plan.query_index)[..., 0]
+    if d_lse is not None:
+        d_lse = _in_tiles(d_lse.float().contiguous()[..., None], plan.query_index)[..., 0]
+    q, scale = with_positive_scale(q if q.stride(-1) == 1 else q.contiguous(), given_scale)
+    lists = _transposed_lists(plan, keys)
+    d_q, d_k, d_v = differentiate_blocks(q, k, v, out, lse, d_out, d_lse, lists, scale)
+    if given_scale < 0:
+        d_q = -d_q
+    elif given_scale == 0:
+        d_q = torch.zeros_like(d_q)
+    if plan.query_index is not None:
+        d_q = _gather(d_q, _places(plan.query_index, plan.num_queries))
+    if keys.key_order is not None:
+        place = _places(keys.key_order, plan.num_keys)
+        d_k, d_v = _gather(d_k, place), _gather(d_v, place)
+    return d_q, d_k, d_v
+
+
+def _blocks_of(plan: SparsePlan) -> KeyBlocks:
+    """Return the plan's blocks."""
+    if not isinstance(plan.keys, KeyBlocks):
+        raise TypeError("only rows of blocks run block-sparse")
+    return plan.keys
+
+
+def _in_tiles(x: Tensor, query_index: Tensor | None) -> Tensor:
+    """Return x [B, H, N, D] as the tiles hold it, 0 where they hold no query: no gradient there."""
+    if query_index is None:
+        return x
+    empty = (query_index < 0).flatten(2)[..., None]
+    return _gather(x, query_index.clamp(min=0)).masked_fill_(empty, 0)
+
+
+def _in_order(x: Tensor, key_order: Tensor | None) -> Tensor:
+    """Return keys x [B, Hk, S, D] in the order of the blocks, which has no holes."""
+    return x if key_order is None else _gather(x, key_order)
 
 
 def _lists(plan: SparsePlan, keys: KeyBlocks) -> BlockLists:
@@ -169,11 +187,11 @@ def _gather(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(2, flat.expand(*x.shape[:2], -1, x.shape[-1]))
 
 
-def _places(query_index: Tensor, num_queries: int) -> Tensor:
-    """Return at which tile row each query stands, [B|1, H|1, N] int64."""
-    query = query_index.long().flatten(2)
-    # Rows without a query write to a slot that is cut off.
-    slot = torch.where(query < 0, num_queries, query)
-    place = torch.arange(query.shape[-1], device=query.device).expand_as(slot)
-    empty = query.new_zeros(*query.shape[:2], num_queries + 1)
-    return empty.scatter_(2, slot, place)[..., :num_queries]
+def _places(index: Tensor, length: int) -> Tensor:
+    """Return where each row stands in an index [B|1, H|1, ...], [B|1, H|1, length] int64."""
+    row = index.long().flatten(2)
+    # Entries that name no row write to a slot that is cut off.
+    slot = torch.where(row < 0, length, row)
+    place = torch.arange(row.shape[-1], device=row.device).expand_as(slot)
+    empty = row.new_zeros(*row.shape[:2], length + 1)
+    return empty.scatter_(2, slot, place)[..., :length]

@@ -39,8 +39,11 @@ class HopperKernel:
 
     name = "hopper"
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan) -> list[str]:
+    def supports(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, *, gradients: bool
+    ) -> list[str]:
         """Return why the kernel cannot run: no Gluon, another GPU, dtype, head dim or tile."""
+        del k, v
         reasons: list[str] = []
         if not _has_gluon():
             reasons.append('needs Triton 3.6 or newer: pip install "gossamer[gpu]"')
@@ -55,7 +58,7 @@ class HopperKernel:
             reasons.append(f"head dim {q.shape[-1]} is not one of {', '.join(map(str, _DIMS))}")
         if plan.tile != _TILE:
             reasons.append(f"tile {plan.tile} is not {_TILE}")
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if gradients:
             reasons.append("inference only; use kernel='triton' for gradients")
         return reasons
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.kernels.base import AttentionOutput
-from gossamer.kernels.triton.gradients import attend_with_gradients, reasons_against
+from gossamer.kernels.triton.gradients import differentiate, reasons_against
 from gossamer.kernels.triton.launch import call_arguments, forward_configuration, row_arguments
 from gossamer.plan import SparsePlan
 
@@ -24,13 +24,16 @@ class TritonKernel:
     """Runs every plan on CUDA and ROCm tensors, with float32 scores and sums.
 
     Lengths, densities and orders are run-time values: one compilation serves all of them. Output
-    and log-sum-exp carry gradients to q, k and v; weights and virtual keys are constants.
+    and log-sum-exp have gradients of q, k and v; weights and virtual keys are constants.
     """
 
     name = "triton"
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan) -> list[str]:
+    def supports(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, *, gradients: bool
+    ) -> list[str]:
         """Return why the kernel cannot run: no Triton, another device, dtype or size, gradients."""
+        del v
         reasons: list[str] = []
         if importlib.util.find_spec("triton") is None:
             reasons.append('needs the package triton: pip install "gossamer[gpu]"')
@@ -42,7 +45,7 @@ class TritonKernel:
             reasons.append(f"head dim {q.shape[-1]} is above {_MAX_DIM}")
         if plan.tile > _MAX_TILE:
             reasons.append(f"tile {plan.tile} is above {_MAX_TILE}")
-        if _wants_gradients(q, k, v):
+        if gradients:
             reasons += reasons_against(plan, q.shape[1] // k.shape[1])
         return reasons
 
@@ -50,34 +53,40 @@ class TritonKernel:
         self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float
     ) -> AttentionOutput:
         """Run the plan, one program per tile."""
-        if _wants_gradients(q, k, v):
-            return attend_with_gradients(_run, q, k, v, plan, scale)
-        return _run(q, k, v, plan, scale)
+        from gossamer.kernels.triton import forward as module
 
+        forward: Any = module.forward  # Triton's types do not know that it takes a grid
+        batch, heads, num_queries, dim = q.shape
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
+        programs = batch * heads * plan.num_tiles
+        if programs and num_queries:
+            forward[(programs,)](
+                **call_arguments(plan, {"q": q, "k": k, "v": v, "out": out, "lse": lse}),
+                **row_arguments(plan, k, v),
+                **forward_configuration(plan.tile, dim, q.dtype),
+                scale=scale * _LOG2_E,
+            )
+        return AttentionOutput(out, lse)
 
-def _wants_gradients(*tensors: Tensor) -> bool:
-    """Return whether gradients of one of the tensors are asked for."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-
-
-def _run(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float) -> AttentionOutput:
-    """Run the plan without gradients."""
-    from gossamer.kernels.triton import forward as module
-
-    forward: Any = module.forward  # Triton's types do not know that it takes a grid
-    batch, heads, num_queries, dim = q.shape
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
-    programs = batch * heads * plan.num_tiles
-    if programs and num_queries:
-        forward[(programs,)](
-            **call_arguments(plan, {"q": q, "k": k, "v": v, "out": out, "lse": lse}),
-            **row_arguments(plan, k, v),
-            **forward_configuration(plan.tile, dim, q.dtype),
-            scale=scale * _LOG2_E,
-        )
-    return AttentionOutput(out, lse)
+    def backward(  # noqa: PLR0913 -- as the protocol's
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        d_out: Tensor | None,
+        d_lse: Tensor | None,
+        plan: SparsePlan,
+        scale: float,
+        *,
+        of_keys: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return the gradients from what the forward pass left."""
+        d_out = torch.zeros_like(out) if d_out is None else d_out
+        return differentiate(q, k, v, out, lse, d_out, d_lse, plan, scale, of_keys=of_keys)
 
 
 def _is_interpreted() -> bool:

@@ -1,15 +1,10 @@
-"""Attention through Triton with gradients of queries, keys and values."""
+"""The gradients of queries, keys and values through Triton."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from gossamer.kernels.base import AttentionOutput
 from gossamer.kernels.transposed import list_tiles
 from gossamer.kernels.triton.launch import (
     call_arguments,
@@ -20,15 +15,6 @@ from gossamer.kernels.triton.launch import (
 from gossamer.plan import KeyBlocks, SparsePlan
 
 _LEAST_BLOCK = 16  # keys: products of fewer are mostly padding
-
-Forward = Callable[[Tensor, Tensor, Tensor, SparsePlan, float], AttentionOutput]
-
-
-def attend_with_gradients(
-    forward: Forward, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float
-) -> AttentionOutput:
-    """Run `forward` so that its output and log-sum-exp carry gradients to q, k and v."""
-    return AttentionOutput(*_Attend.apply(q, k, v, forward, plan, scale))
 
 
 def reasons_against(plan: SparsePlan, group: int) -> list[str]:
@@ -54,7 +40,7 @@ def reasons_against(plan: SparsePlan, group: int) -> list[str]:
     return reasons
 
 
-def gradients(  # noqa: PLR0913 -- what a backward pass is made from
+def differentiate(  # noqa: PLR0913 -- what a backward pass is made from
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -141,45 +127,3 @@ def _by_blocks(plan: SparsePlan, group: int) -> bool:
     if not isinstance(keys, KeyBlocks) or keys.block < _LEAST_BLOCK:
         return False
     return keys.key_order is None or group == 1 or keys.key_order.shape[1] == 1
-
-
-class _Attend(torch.autograd.Function):
-    """The forward pass, and the backward pass from what it left."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride] -- torch takes any arguments
-        ctx: Any,  # noqa: ANN401 -- torch has no type for it
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        forward: Forward,
-        plan: SparsePlan,
-        scale: float,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = forward(q, k, v, plan, scale)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale = plan, scale
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] -- as above
-        ctx: Any,  # noqa: ANN401
-        d_out: Tensor | None,
-        d_lse: Tensor | None,
-    ) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        d_q, d_k, d_v = gradients(
-            q,
-            k,
-            v,
-            out,
-            lse,
-            torch.zeros_like(out) if d_out is None else d_out,
-            d_lse,
-            ctx.plan,
-            ctx.scale,
-            of_keys=ctx.needs_input_grad[1] or ctx.needs_input_grad[2],
-        )
-        return d_q, d_k, d_v, None, None, None
