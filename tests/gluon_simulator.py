@@ -238,6 +238,11 @@ class Simulator:
         address, seen = torch.broadcast_tensors(address, seen)
         self.memory.store(address, _data(value).expand(address.shape), seen)
 
+    def atomic_add(self, pointer: Value, value: int) -> Value:
+        before = self.load(pointer)
+        self.store(pointer, before + value)
+        return before
+
     def copy(self, smem: Shared, pointer: Value, mask: Any = None) -> None:
         self.local.__dict__.setdefault("copies", []).append((smem, pointer, mask))
 
@@ -350,6 +355,7 @@ def simulate(
         num_programs=lambda axis: sim.programs,
         load=sim.load,
         store=sim.store,
+        atomic_add=sim.atomic_add,
         arange=lambda begin, end, layout=None: Value(torch.arange(begin, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Value(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: Value(torch.full(shape, value, dtype=dtype)),

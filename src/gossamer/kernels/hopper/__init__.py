@@ -65,7 +65,7 @@ class HopperKernel:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float
     ) -> AttentionOutput:
-        """Run the plan: a program per multiprocessor, or per tile where there is a launch order."""
+        """Run the plan: as many programs as multiprocessors, which claim tiles one by one."""
         from gossamer.kernels.hopper import forward as module
 
         forward: Any = module.forward  # Triton's types do not know that it takes a grid
@@ -83,12 +83,8 @@ class HopperKernel:
             out.zero_()
             lse.fill_(-math.inf)
         elif total and num_queries:
-            tensors, numbers = _arguments(plan, q, k, v, out, lse)
-            # Each program walks every n-th tile. Tiles in an order that somebody chose go to the
-            # next free multiprocessor, as that order expects: it has the longest of a wave first.
             programs = min(total, _num_multiprocessors(q.device))
-            if plan.launch_order is not None:
-                programs = total
+            tensors, numbers = _arguments(plan, q, k, v, out, lse, programs)
             forward[(programs,)](
                 *tensors,
                 *numbers,
@@ -129,7 +125,7 @@ def _stages(dim: int) -> int:
 
 
 def _arguments(
-    plan: SparsePlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    plan: SparsePlan, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, programs: int
 ) -> tuple[list[Any], list[int]]:
     """Return the kernel's tensors and matrices, and its strides and sizes."""
     keys = plan.keys
@@ -142,9 +138,10 @@ def _arguments(
     query = dense_rows(plan.query_index)
     batch, heads = q.shape[:2]
     places = plan.num_keys if order is None else order.shape[-1]
-    table = _locate_tiles(plan, (batch, heads), query, index, places)
+    table, claimed = _locate_tiles(plan, (batch, heads), query, index, places, programs)
     bulk = bulk_matrices(k, v, plan)
-    tensors = [q, k, v, extra_k, extra_v, out, lse, query, table, index, log_weight, order, valid]
+    tensors = [q, k, v, extra_k, extra_v, out, lse, query, table, claimed, index, log_weight]
+    tensors += [order, valid]
     numbers = [bulk.row_b, bulk.row_h, bulk.col_h]
     numbers += [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *shared_strides(extra_k)]
     numbers += [*out.stride()[:3], *lse.stride()[:2], *shared_strides(query)]
@@ -155,9 +152,16 @@ def _arguments(
 
 
 def _locate_tiles(
-    plan: SparsePlan, shape: tuple[int, int], query: Tensor | None, index: Tensor, places: int
-) -> Tensor:
-    """Return where each launch slot's tile begins: [B, H, T, 5] int64, see `places.py`.
+    plan: SparsePlan,
+    shape: tuple[int, int],
+    query: Tensor | None,
+    index: Tensor,
+    places: int,
+    programs: int,
+) -> tuple[Tensor, Tensor]:
+    """Return where each launch slot's tile begins, and how many slots are claimed.
+
+    [B, H, T, WIDTH] int64, see `places.py`, and [1] int32.
 
     Args:
         plan: The plan.
@@ -165,8 +169,10 @@ def _locate_tiles(
         query: The plan's query index with dense rows.
         index: The plan's key lists, contiguous.
         places: Places of the key order of blocks, with holes.
+        programs: Programs of the attention kernel.
     """
     from gossamer.kernels.hopper import places as module
+    from gossamer.kernels.hopper.walk import WIDTH
 
     kernel: Any = module.locate_tiles
     keys = plan.keys
@@ -176,25 +182,32 @@ def _locate_tiles(
         for x in (plan.launch_order, plan.tile_row, None if blocks else keys.start, keys.count)
     )
     rows = [launch, query, tile_row, start, count]
-    table = torch.empty(*shape, plan.num_tiles, 5, dtype=torch.int64, device=index.device)
+    table = torch.empty(*shape, plan.num_tiles, WIDTH, dtype=torch.int64, device=index.device)
+    claimed = torch.empty(1, dtype=torch.int32, device=index.device)
     kernel[(math.prod(table.shape[:3]),)](
         *rows,
         index,
         table,
+        claimed,
         *(n for x in rows for n in shared_strides(x)),
         *([*shared_strides(index), index.shape[-1]] if blocks else [0, 0, 0]),
         plan.num_queries,
         plan.num_keys,
+        *(plan.window or (-1, -1))[:2],
         places,
         plan.num_tiles,
         shape[1],
+        programs,
+        WIDTH=WIDTH,
         TILE=plan.tile,
         BLOCK=keys.block if blocks else 0,
-        CAUSAL=plan.causal and (not blocks or keys.key_order is None),
+        CAUSAL=plan.causal,
+        WINDOW=plan.window is not None,
+        ASCENDS=not blocks or keys.key_order is None,
         HAS_VIRTUAL=not blocks and keys.num_extra > 0,
         num_warps=1,
     )
-    return table
+    return table, claimed
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 # pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false
-# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, SIM102, SIM113 -- a kernel takes flat arguments, its
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, C901, SIM102 -- a kernel takes flat arguments, its
 # types are Gluon's, a branch at compile time is not one at run time, and it has no enumerate
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from gossamer.kernels.hopper.softmax import (
 from gossamer.kernels.hopper.walk import (
     HALF,
     STEP,
-    find_keys,
     find_place,
     find_queries,
-    is_read,
+    hear_slot,
     last_step,
+    sees,
 )
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -45,36 +45,23 @@ _LN_2 = gl.constexpr(0.6931471805599453)
 @gluon.jit
 def _hide(
     scores,
+    keys,
     begin,
+    length,
     position,
     window,
-    order,
-    valid,
-    lists,
     num_keys,
-    BLOCK: gl.constexpr,
+    HIDES: gl.constexpr,
     CAUSAL: gl.constexpr,
     WINDOW: gl.constexpr,
 ):
     """Return a step's scores [64, 128], -inf where the query does not see the key."""
-    index_ptr, head, batch, first, length = lists
-    left, right, sink = window
     cols: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
-    entry = begin + gl.arange(0, STEP, cols)
-    listed = entry < length
-    if not CAUSAL and not WINDOW and order[0] is None and valid[0] is None:
+    if not HIDES:
+        listed = begin + gl.arange(0, STEP, cols) < length
         return gl.where(listed[None, :], scores, float("-inf"))
     else:
-        key = find_keys(index_ptr, order, head, batch, first, entry, length, BLOCK)
-        seen = (listed & is_read(key, valid, batch, num_keys))[None, :]
-        if CAUSAL:
-            seen = seen & (key[None, :] <= position[:, None])
-        if WINDOW:
-            low = gl.where(left >= 0, position - left, 0)
-            high = gl.where(right >= 0, position + right, num_keys)
-            inside = (key[None, :] >= low[:, None]) & (key[None, :] <= high[:, None])
-            virtual = key >= num_keys  # stands nowhere, so no window excludes it
-            seen = seen & (inside | (key < sink)[None, :] | virtual[None, :])
+        seen = sees(keys.load(cols), position, window, num_keys, CAUSAL, WINDOW)
         return gl.where(seen, scores, float("-inf"))
 
 
@@ -91,7 +78,7 @@ def _release(empty):
 @gluon.jit
 def _score(smem, queries, stage, zeros, HAS_WEIGHTS: gl.constexpr):
     """Begin the product of queries [64, D] and a stage's keys, with the logarithms of weights."""
-    _q_smem, k_smem, _v_smem, w_smem, ones, _key_smem = smem
+    _q_smem, k_smem, _v_smem, w_smem, ones, _key_smem, _seen_smem = smem
     keys = k_smem.index(stage).permute((1, 0))
     token = warpgroup_mma(queries, keys, zeros, use_acc=False, is_async=True)
     if HAS_WEIGHTS:
@@ -107,10 +94,10 @@ def consume(
     out,
     lse,
     walk,
+    slots,
     window,
     scale,
     D: gl.constexpr,
-    BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
     HAS_WEIGHTS: gl.constexpr,
     CAUSAL: gl.constexpr,
@@ -119,13 +106,14 @@ def consume(
     half: gl.constexpr,
 ):
     """Attend 64 queries of each tile."""
-    query, order, valid, index_ptr, table_ptr, sizes, total, num_queries, num_keys = walk
-    q_smem, k_smem, v_smem, _w_smem, _ones, _key_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, w_full = bars
+    query, order, valid, _index_ptr, table_ptr, sizes, total, num_queries, num_keys = walk
+    q_smem, k_smem, v_smem, _w_smem, _ones, _key_smem, seen_smem = smem
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, w_full, s_full = bars
     out_ptr, out_b, out_h, out_n = out
     lse_ptr, lse_b, lse_h = lse
-    HIDES_ALWAYS: gl.constexpr = WINDOW or order[0] is not None or valid[0] is not None
-    HIDES: gl.constexpr = CAUSAL or HIDES_ALWAYS
+    HIDES_ALWAYS: gl.constexpr = order[0] is not None or valid[0] is not None
+    HIDES: gl.constexpr = CAUSAL or WINDOW or HIDES_ALWAYS
+    HAS_NOTES: gl.constexpr = HAS_WEIGHTS or HIDES
     dtype: gl.constexpr = k_smem.dtype
     score_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, STEP, 16])
     out_mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -138,31 +126,31 @@ def consume(
     turn = 0
     zeros = gl.zeros([HALF, STEP], gl.float32, score_mma)
     factor = scale * _LOG2_E
-    tile, head, batch, first, length, whole, _real = find_place(table_ptr, gl.program_id(0), sizes)
+    tile, head, batch, _first, length, seen, _real = find_place(table_ptr, gl.program_id(0), sizes)
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(k_full.index(0), 0)
-    if HAS_WEIGHTS:
+    if HAS_NOTES:
         mbarrier.wait(w_full.index(0), 0)
     fence_async_shared()
     q_half = q_smem.index(0).slice(half * HALF, HALF)
     token = _score(smem, q_half, 0, zeros, HAS_WEIGHTS)
     scores = warpgroup_mma_wait(0, deps=[token])
-    _release(k_empty.index(0))
-    for place in range(gl.program_id(0), total, gl.num_programs(0)):
-        after = gl.minimum(place + gl.num_programs(0), total - 1)
-        next_tile, next_head, next_batch, next_first, next_length, next_whole, _real = find_place(
-            table_ptr, after, sizes
-        )
+    if not HIDES:
+        _release(k_empty.index(0))
+    place = gl.program_id(0)
+    lane = half * HALF + gl.arange(0, HALF, score_rows)
+    at = find_queries(tile, lane, head, batch, query, num_queries)
+    while place < total:
         acc = gl.zeros([HALF, D], gl.float32, out_mma)
-        at = half * HALF + gl.arange(0, HALF, score_rows)
-        at = find_queries(tile, at, head, batch, query, num_queries)
         position = at + num_keys - num_queries
-        lists = (index_ptr, head, batch, first, length)
         q_half = q_smem.index(turn % 2).slice(half * HALF, HALF)
         begin = last_step(length)
+        keys = seen_smem.index(step % STAGES if HIDES else 0)
         scores = _hide(
-            scores, begin, position, window, order, valid, lists, num_keys, BLOCK, CAUSAL, WINDOW
+            scores, keys, begin, length, position, window, num_keys, HIDES, CAUSAL, WINDOW
         )
+        if HIDES:
+            _release(k_empty.index(step % STAGES))
         most = fold_max(scores) * factor
         top = raise_top(gl.full_like(most, float("-inf")), most)
         # A row that has seen no key keeps -inf, and -inf - -inf is not a number.
@@ -171,10 +159,9 @@ def consume(
         parts = fold_sum(weights)
         pairs = pack(weights, dtype)
         begin -= STEP
-        # Steps before this one show all their keys to all queries.
-        least = 0
-        if not HIDES_ALWAYS:
-            least = gl.maximum(whole - STEP + 1, 0)
+        # Steps that begin from the first of these to before the second show all to all queries.
+        seen_first, seen_end = seen
+        seen_end -= STEP - 1
         while begin >= 0:
             before = step % STAGES
             before_phase = (step // STAGES) & 1
@@ -183,7 +170,7 @@ def consume(
             pairs = pin(pairs)
             p = unpack(pairs, dtype, p_layout)
             mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-            if HAS_WEIGHTS:
+            if HAS_NOTES:
                 mbarrier.wait(w_full.index(stage), (step // STAGES) & 1)
             if IS_BULK:
                 # A thread's own copies arrive in order, so that the next keys say that the
@@ -193,24 +180,23 @@ def consume(
             token = _score(smem, q_half, stage, zeros, HAS_WEIGHTS)
             acc_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[token])
-            _release(k_empty.index(stage))
             if HIDES:
                 # Not a loop of its own: the assembler has given one, behind another that does not
                 # run, descriptors that only the other one computes.
-                if begin >= least:
+                if HIDES_ALWAYS or (begin < seen_first) | (begin >= seen_end):
                     scores = _hide(
                         scores,
+                        seen_smem.index(stage),
                         begin,
+                        length,
                         position,
                         window,
-                        order,
-                        valid,
-                        lists,
                         num_keys,
-                        BLOCK,
+                        HIDES,
                         CAUSAL,
                         WINDOW,
                     )
+            _release(k_empty.index(stage))
             before_top = top
             top = raise_top(top, fold_max(scores) * factor)
             base = top
@@ -239,13 +225,19 @@ def consume(
         acc_token = warpgroup_mma(p, v_smem.index(before), acc, is_async=True)
         mbarrier.wait(q_full.index(turn % 2), (turn // 2) & 1)
         mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-        if HAS_WEIGHTS:
+        if HAS_NOTES:
             mbarrier.wait(w_full.index(stage), (step // STAGES) & 1)
         fence_async_shared()
         q_next = q_smem.index(turn % 2).slice(half * HALF, HALF)
         token = _score(smem, q_next, stage, zeros, HAS_WEIGHTS)
+        mbarrier.wait(s_full.index(q_stage), ((turn - 1) // 2) & 1)
+        place = hear_slot(slots[0].index(q_stage))
+        next_tile, next_head, next_batch, _first, next_length, next_seen, _real = find_place(
+            table_ptr, gl.minimum(place, total - 1), sizes
+        )
         row = half * HALF + gl.arange(0, HALF, gl.SliceLayout(1, store_layout))
         row = find_queries(tile, row, head, batch, query, num_queries)
+        next_at = find_queries(next_tile, lane, next_head, next_batch, query, num_queries)
         acc, pairs = warpgroup_mma_wait(2 if HAS_WEIGHTS else 1, deps=[acc_token, pairs])
         _release(v_empty.index(before))
         norm = gl.convert_layout(gl.sum(parts, 1), score_rows)
@@ -269,10 +261,11 @@ def consume(
         )
         _release(q_empty.index(q_stage))
         scores = warpgroup_mma_wait(0, deps=[token])
-        _release(k_empty.index(stage))
+        if not HIDES:  # with its keys, where they may hide
+            _release(k_empty.index(stage))
+        at = next_at
         tile = next_tile
         head = next_head
         batch = next_batch
-        first = next_first
         length = next_length
-        whole = next_whole
+        seen = next_seen

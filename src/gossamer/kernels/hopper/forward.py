@@ -57,6 +57,7 @@ def forward(
     lse_ptr,
     query_ptr,
     table_ptr,  # of `places.py`
+    claimed_ptr,  # how many launch slots are claimed, by programs that ran
     index_ptr,
     weight_ptr,
     order_ptr,
@@ -111,10 +112,12 @@ def forward(
     CONSUMER_REGISTERS: gl.constexpr,
 ):
     """Attend tiles to their key rows; see `kernels.hopper.HopperKernel`."""
+    HIDES: gl.constexpr = CAUSAL or WINDOW or order_ptr is not None or valid_ptr is not None
     dtype: gl.constexpr = k_ptr.dtype.element_ty
     rows: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     narrow: gl.constexpr = gl.NVMMASharedLayout(2 * BIAS, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 1, [1, 0])
+    single: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     spread: gl.constexpr = gl.BlockedLayout([1, BIAS], [32, 1], [4, 1], [1, 0])
     ones = k_ptr
     if HAS_WEIGHTS:
@@ -131,6 +134,7 @@ def forward(
         gl.allocate_shared_memory(dtype, [STAGES if HAS_WEIGHTS else 1, STEP, BIAS], narrow),
         ones,
         gl.allocate_shared_memory(gl.int32, [STEP // (D // 8), D // 8], flat),
+        gl.allocate_shared_memory(gl.int32, [STAGES if HIDES else 1, STEP], single),
     )
     bar: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
@@ -140,17 +144,19 @@ def forward(
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
     w_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], bar)
+    s_full = gl.allocate_shared_memory(gl.int64, [2, 1], bar)
     # Full: the copies of each of the producer's threads are there. Empty: both consumers have read.
     for stage in gl.static_range(2):
         mbarrier.init(q_full.index(stage), count=128)
         mbarrier.init(q_empty.index(stage), count=256)
+        mbarrier.init(s_full.index(stage), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_full.index(stage), count=128)
         mbarrier.init(k_empty.index(stage), count=256)
         mbarrier.init(v_full.index(stage), count=128)
         mbarrier.init(v_empty.index(stage), count=256)
         mbarrier.init(w_full.index(stage), count=1)
-    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, w_full)
+    bars = (q_full, q_empty, k_full, k_empty, v_full, v_empty, w_full, s_full)
     q = (q_ptr, q_b, q_h, q_n)
     k = (k_ptr, k_b, k_h, k_n)
     v = (v_ptr, v_b, v_h, v_n)
@@ -164,6 +170,7 @@ def forward(
     sizes = (num_tiles, num_heads)
     window = (left, right, sink)
     walk = (query, order, valid, index_ptr, table_ptr, sizes, total, num_queries, num_keys)
+    slots = (gl.allocate_shared_memory(gl.int32, [2, 1], single), claimed_ptr)
     gl.warp_specialize(
         [
             (
@@ -174,10 +181,10 @@ def forward(
                     out,
                     lse,
                     walk,
+                    slots,
                     window,
                     scale,
                     D,
-                    BLOCK,
                     STAGES,
                     HAS_WEIGHTS,
                     CAUSAL,
@@ -194,10 +201,10 @@ def forward(
                     out,
                     lse,
                     walk,
+                    slots,
                     window,
                     scale,
                     D,
-                    BLOCK,
                     STAGES,
                     HAS_WEIGHTS,
                     CAUSAL,
@@ -218,6 +225,8 @@ def forward(
                     weight_ptr,
                     bulk,
                     walk,
+                    slots,
+                    window,
                     group,
                     scale,
                     D,
@@ -225,6 +234,9 @@ def forward(
                     STAGES,
                     WIDE,
                     SAME_STRIDE,
+                    HIDES,
+                    CAUSAL,
+                    WINDOW,
                 ),
             ),
         ],

@@ -3,7 +3,7 @@
 # pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # pyright: reportCallIssue=false, reportIndexIssue=false, reportAttributeAccessIssue=false
 # pyright: reportAssignmentType=false
-# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, C901, SIM113 -- a kernel takes flat arguments, its
+# ruff: noqa: ANN001, ANN201, ANN202, PLR0913, C901 -- a kernel takes flat arguments, its
 # types are Gluon's, a branch at compile time is not one at run time, and it has no enumerate
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from gossamer.kernels.hopper.walk import (
     find_queries,
     is_read,
     last_step,
+    mark_key,
+    tell_slot,
 )
 
 # Newer versions of Triton name it async_load.
@@ -77,8 +79,6 @@ def _copy_keys(
     row,
     stride,
     extra_row,
-    valid,
-    batch,
     num_keys,
     layout: gl.constexpr,
     D: gl.constexpr,
@@ -90,8 +90,7 @@ def _copy_keys(
     dim = gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
     at = _rows(key, row, stride, extra_row, num_keys, D, HAS_EXTRA, WIDE)[:, None] + dim
     if IS_MASKED:
-        read = is_read(key, valid, batch, num_keys)[:, None] & (dim >= 0)
-        _copy(smem, at, mask=read)
+        _copy(smem, at, mask=(key >= 0)[:, None] & (dim >= 0))
     else:
         _copy(smem, at)
     async_copy.mbarrier_arrive(full, increment_count=False)
@@ -139,7 +138,7 @@ def _weights(weight_ptr, first, begin, length, layout: gl.constexpr):
 
 
 @gluon.jit
-def _store_weights(smem, full, weight, inverse, layout: gl.constexpr):
+def _store_weights(smem, weight, inverse, layout: gl.constexpr):
     """Store weights as columns that the tensor cores add to the scores: [128, 16].
 
     Three halves hold a float32: what the first leaves over stands in the second, and so on.
@@ -158,8 +157,43 @@ def _store_weights(smem, full, weight, inverse, layout: gl.constexpr):
     value = gl.where(column == 1, middle[:, None], value)
     value = gl.where(column == 2, low[:, None], value)
     smem.store(value)
+
+
+@gluon.jit
+def _note(
+    notes,
+    stage,
+    key,
+    weight,
+    layout: gl.constexpr,
+    HAS_WEIGHTS: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
+):
+    """Store what the consumers need of a step beside its rows: weights, and keys that may hide."""
+    w_smem, seen_smem, full, inverse, window, num_keys = notes
+    if HAS_WEIGHTS:
+        _store_weights(w_smem.index(stage), weight, inverse, layout)
+    if HIDES:
+        seen_smem.index(stage).store(mark_key(key, window, num_keys, CAUSAL, WINDOW))
     fence_async_shared()
-    mbarrier.arrive(full, count=1)
+    mbarrier.arrive(full.index(stage), count=1)
+
+
+@gluon.jit
+def _claim(claimed_ptr, table_ptr, sizes, total):
+    """Return the next launch slot that nobody has claimed, and its place.
+
+    Tiles without a query are passed by. Behind the last slot comes its place again, which nobody
+    attends.
+    """
+    slot = gl.atomic_add(claimed_ptr, 1)
+    place = find_place(table_ptr, gl.minimum(slot, total - 1), sizes)
+    while (slot < total) & (place[4] < 0):
+        slot = gl.atomic_add(claimed_ptr, 1)
+        place = find_place(table_ptr, gl.minimum(slot, total - 1), sizes)
+    return slot, place
 
 
 @gluon.jit
@@ -173,6 +207,8 @@ def produce(
     weight_ptr,
     bulk,
     walk,
+    slots,
+    window,
     group,
     scale,
     D: gl.constexpr,
@@ -180,19 +216,26 @@ def produce(
     STAGES: gl.constexpr,
     WIDE: gl.constexpr,
     SAME_STRIDE: gl.constexpr,
+    HIDES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    WINDOW: gl.constexpr,
 ):
     """Fill the stages."""
     query, order, valid, index_ptr, table_ptr, sizes, total, num_queries, num_keys = walk
     inverse = 1.0 / scale
     k_desc, v_desc, row_b, row_h, col_h = bulk
-    q_smem, k_smem, v_smem, w_smem, _ones, key_smem = smem
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, w_full = bars
+    q_smem, k_smem, v_smem, w_smem, _ones, key_smem, seen_smem = smem
+    slot_smem, claimed_ptr = slots
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, w_full, s_full = bars
     q_ptr, q_b, q_h, q_n = q
     k_ptr, k_b, k_h, k_n = k
     v_ptr, v_b, v_h, v_n = v
     extra_k_ptr, extra_v_ptr, extra_b, extra_h = extra
     HAS_EXTRA: gl.constexpr = extra_k_ptr is not None
     IS_MASKED: gl.constexpr = order[0] is not None or valid[0] is not None
+    HAS_WEIGHTS: gl.constexpr = weight_ptr is not None
+    HAS_NOTES: gl.constexpr = HAS_WEIGHTS or HIDES
+    notes = (w_smem, seen_smem, w_full, inverse, window, num_keys)
     # Where nothing else asks for the keys themselves, a thread multiplies its one key by the stride
     # and hands on the product, instead of multiplying all keys whose rows it copies.
     ARE_OFFSETS: gl.constexpr = SAME_STRIDE and not (HAS_EXTRA or IS_MASKED or WIDE)
@@ -209,7 +252,7 @@ def produce(
     lane = gl.arange(0, STEP, gl.BlockedLayout([1], [32], [4], [0]))
     step = 0
     turn = 0
-    tile, head, batch, first, length, _whole, real = find_place(table_ptr, gl.program_id(0), sizes)
+    tile, head, batch, first, length, _seen, real = find_place(table_ptr, gl.program_id(0), sizes)
     begin = last_step(length)
     coming = find_keys(index_ptr, order, head, batch, first, begin + lane, length, BLOCK)
     weight = None
@@ -218,13 +261,8 @@ def produce(
     here = find_queries(tile, lane, head, batch, query, num_queries)
     q_row = q_ptr + batch * q_b + head * q_h
     _copy_queries(q_smem.index(0), q_full.index(0), here, q_row, q_n, key_smem, layout, D)
-    for place in range(gl.program_id(0), total, gl.num_programs(0)):
-        # Behind the last tile comes that one again, which nobody attends.
-        after = gl.minimum(place + gl.num_programs(0), total - 1)
-        next_tile, next_head, next_batch, next_first, next_length, _whole, next_real = find_place(
-            table_ptr, after, sizes
-        )
-        here = find_queries(next_tile, lane, next_head, next_batch, query, num_queries)
+    place = gl.program_id(0)
+    while place < total:
         kv_head = head // group
         k_row = k_ptr + batch * k_b + kv_head * k_h
         v_row = v_ptr + batch * v_b + kv_head * v_h
@@ -235,10 +273,13 @@ def produce(
             extra_v_row = extra_v_ptr + batch * extra_b + kv_head * extra_h
         stage = step % STAGES
         phase = ((step // STAGES) & 1) ^ 1
+        if IS_MASKED:
+            coming = gl.where(is_read(coming, valid, batch, num_keys), coming, -1)
         key = _spread(coming * k_n if ARE_OFFSETS else coming, key_smem, layout, per_thread)
         mbarrier.wait(k_empty.index(stage), phase)
-        if weight_ptr is not None:
-            _store_weights(w_smem.index(stage), w_full.index(stage), weight, inverse, bias_layout)
+        if HAS_NOTES:
+            seen = gl.where(begin + lane < length, coming, -1)
+            _note(notes, stage, seen, weight, bias_layout, HAS_WEIGHTS, HIDES, CAUSAL, WINDOW)
         _copy_keys(
             k_smem.index(stage),
             k_full.index(stage),
@@ -246,8 +287,6 @@ def produce(
             k_row,
             k_step,
             extra_k_row,
-            valid,
-            batch,
             num_keys,
             layout,
             D,
@@ -255,6 +294,11 @@ def produce(
             IS_MASKED,
             WIDE,
         )
+        # Tiles differ in length, so each program claims its next one when it begins one.
+        place, claimed = _claim(claimed_ptr, table_ptr, sizes, total)
+        next_tile, next_head, next_batch, next_first, next_length, _seen, next_real = claimed
+        tell_slot(slot_smem.index(turn % 2), s_full.index(turn % 2), place)
+        here = find_queries(next_tile, lane, next_head, next_batch, query, num_queries)
         if k_desc is None:
             # Steps that may hold a virtual key choose where it lies; those before know it.
             for is_mixed in gl.static_range(1 if HAS_EXTRA else 0, -1, -1):
@@ -277,8 +321,6 @@ def produce(
                         v_row,
                         v_step,
                         extra_v_row,
-                        valid,
-                        batch,
                         num_keys,
                         layout,
                         D,
@@ -286,6 +328,8 @@ def produce(
                         IS_MASKED,
                         WIDE,
                     )
+                    if IS_MASKED:
+                        coming = gl.where(is_read(coming, valid, batch, num_keys), coming, -1)
                     key = _spread(
                         coming * k_n if ARE_OFFSETS else coming, key_smem, layout, per_thread
                     )
@@ -293,9 +337,17 @@ def produce(
                     stage = step % STAGES
                     phase = ((step // STAGES) & 1) ^ 1
                     mbarrier.wait(k_empty.index(stage), phase)
-                    if weight_ptr is not None:
-                        _store_weights(
-                            w_smem.index(stage), w_full.index(stage), weight, inverse, bias_layout
+                    if HAS_NOTES:
+                        _note(
+                            notes,
+                            stage,
+                            coming,
+                            weight,
+                            bias_layout,
+                            HAS_WEIGHTS,
+                            HIDES,
+                            CAUSAL,
+                            WINDOW,
                         )
                     _copy_keys(
                         k_smem.index(stage),
@@ -304,8 +356,6 @@ def produce(
                         k_row,
                         k_step,
                         extra_k_row,
-                        valid,
-                        batch,
                         num_keys,
                         layout,
                         D,
@@ -342,8 +392,6 @@ def produce(
             v_row,
             v_step,
             extra_v_row,
-            valid,
-            batch,
             num_keys,
             layout,
             D,
@@ -361,7 +409,16 @@ def produce(
                 stage = step % STAGES
                 phase = ((step // STAGES) & 1) ^ 1
                 blocks = _blocks(index_ptr + first, begin, BLOCK)
+                seen = lane
+                if HIDES:
+                    seen = find_keys(
+                        index_ptr, order, head, batch, first, begin + lane, None, BLOCK
+                    )
                 mbarrier.wait(k_empty.index(stage), phase)
+                if HIDES:
+                    _note(
+                        notes, stage, seen, weight, bias_layout, HAS_WEIGHTS, HIDES, CAUSAL, WINDOW
+                    )
                 _fill(k_smem.index(stage), k_full.index(stage), k_desc, blocks, row, col, D, BLOCK)
                 mbarrier.wait(v_empty.index(stage), phase)
                 _fill(v_smem.index(stage), v_full.index(stage), v_desc, blocks, row, col, D, BLOCK)
@@ -377,5 +434,5 @@ def produce(
     stage = step % STAGES
     mbarrier.wait(k_empty.index(stage), ((step // STAGES) & 1) ^ 1)
     mbarrier.arrive(k_full.index(stage), count=128)
-    if weight_ptr is not None:
+    if HAS_NOTES:
         mbarrier.arrive(w_full.index(stage), count=1)

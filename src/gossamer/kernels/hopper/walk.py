@@ -9,31 +9,49 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 TILE = gl.constexpr(128)  # queries per tile
 HALF = gl.constexpr(64)  # queries per consumer
 STEP = gl.constexpr(128)  # keys per step
 BIAS = gl.constexpr(16)  # columns of a product that adds weights: the least that there is
-_TABLE_WIDTH = gl.constexpr(5)
+WIDTH = 6  # of a row of the table of places
+_WIDTH = gl.constexpr(WIDTH)
+_PASSED = gl.constexpr(1 << 30)  # marks a key that no window hides
+_UNREAD = gl.constexpr((1 << 30) - 1)  # marks what is not read: behind every position
 
 
 @gluon.jit
 def find_place(table_ptr, slot, sizes):
     """Return a slot's tile, head and batch row, and its key row as `places.py` has it.
 
-    Of the row: where it begins, how many entries the tile reads, how many of these, from the front,
-    every query of the tile sees, and how many come before the first virtual key.
+    Of the row: where it begins, how many entries the tile reads, from which and up to which of
+    these every query of the tile sees all, and how many come before the first virtual key.
     """
     num_tiles, num_heads = sizes
-    row = table_ptr + slot * _TABLE_WIDTH
+    row = table_ptr + slot * _WIDTH
     tile = gl.load(row).to(gl.int32)
     first = gl.load(row + 1)
     length = gl.load(row + 2).to(gl.int32)
-    whole = gl.load(row + 3).to(gl.int32)
-    real = gl.load(row + 4).to(gl.int32)
+    seen = (gl.load(row + 3).to(gl.int32), gl.load(row + 4).to(gl.int32))
+    real = gl.load(row + 5).to(gl.int32)
     head = ((slot // num_tiles) % num_heads).to(gl.int64)
     batch = (slot // num_tiles // num_heads).to(gl.int64)
-    return tile, head, batch, first, length, whole, real
+    return tile, head, batch, first, length, seen, real
+
+
+@gluon.jit
+def tell_slot(smem, full, slot):
+    """Let the consumers know which launch slot comes next."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    smem.store(gl.full([1], 0, gl.int32, one) + slot)
+    mbarrier.arrive(full, count=1)
+
+
+@gluon.jit
+def hear_slot(smem):
+    """Return which launch slot comes next."""
+    return gl.max(smem.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
@@ -87,3 +105,41 @@ def is_read(key, valid, batch, num_keys):
         real = read & (key < num_keys)
         read = read & (gl.load(valid_ptr + batch * valid_b + key, mask=real, other=1) != 0)
     return read
+
+
+@gluon.jit
+def mark_key(key, window, num_keys, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Return what `sees` asks of keys, -1 for one that is not read: one number each.
+
+    That is the key + 1. A bit above it says that the window passes it, as it does sinks and virtual
+    keys, which stand nowhere; where only the window hides, 0 stands for the key below the bit.
+    """
+    _left, _right, sink = window
+    mark = gl.where(key < 0, _UNREAD, key + 1)
+    if WINDOW:
+        passed = key + 1 if CAUSAL else gl.full_like(key, 0)
+        mark = gl.where((key >= num_keys) | ((key >= 0) & (key < sink)), passed | _PASSED, mark)
+    return mark
+
+
+@gluon.jit
+def sees(mark, position, window, num_keys, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
+    """Return which marked keys [128] queries at positions [64] see, [64, 128].
+
+    One comparison for each bound.
+    """
+    left, right, _sink = window
+    if CAUSAL or WINDOW:
+        last = position
+        place = mark
+        if WINDOW:
+            place = mark & (_PASSED - 1)
+            if not CAUSAL:
+                last = gl.where(right >= 0, position + right, num_keys)
+        seen = place[None, :] <= gl.maximum(last + 1, 0)[:, None]
+        if WINDOW:
+            first = gl.where(left >= 0, position - left, 0)
+            seen = seen & (mark[None, :] > first[:, None])
+        return seen
+    else:
+        return (mark != _UNREAD)[None, :]
