@@ -38,30 +38,34 @@ def sort_by_group(labels: Tensor, num_groups: int, *, valid: Tensor | None = Non
     return Sorted(order, size.cumsum(-1) - size, size)
 
 
-def pack_tiles(labels: Tensor, num_groups: int, tile: int) -> tuple[Tensor, Tensor]:
+def pack_tiles(
+    labels: Tensor, num_groups: int, tile: int, *, num_tiles: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Cut the queries of each group into tiles that hold queries of that group alone.
 
     Args:
         labels: [B, H, N] int64, the group of each query.
         num_groups: G.
         tile: Query rows per tile.
+        num_tiles: T, where the caller knows the most tiles that a head fills.
 
     Returns:
         query_index [B, H, T, tile] int32 and tile_row [B, H, T] int32, the group of each tile.
-        T is an upper bound known without reading the labels; tiles past a head's own number are
-        all -1 and name the last group.
+        T is otherwise an upper bound known without reading the labels; tiles past a head's own
+        number are all -1 and name the last group.
     """
     batch, heads, length = labels.shape
     order, start, size = sort_by_group(labels, num_groups)
-    num_tiles = -(-size // tile)
-    end = num_tiles.cumsum(-1)  # [B, H, G], tiles up to and with each group
-    # Each non-empty group adds less than one tile to N / tile.
-    bound = length // tile + min(num_groups, length)
-    tiles = torch.arange(bound, device=labels.device).expand(batch, heads, -1).contiguous()
+    filled = -(-size // tile)
+    end = filled.cumsum(-1)  # [B, H, G], tiles up to and with each group
+    if num_tiles is None:
+        # Each non-empty group adds less than one tile to N / tile.
+        num_tiles = length // tile + min(num_groups, length)
+    tiles = torch.arange(num_tiles, device=labels.device).expand(batch, heads, -1).contiguous()
     group = torch.searchsorted(end, tiles, right=True)
     used = group < num_groups
     group = group.clamp(max=num_groups - 1)
-    first = (tiles - (end - num_tiles).gather(2, group)) * tile  # place inside the group
+    first = (tiles - (end - filled).gather(2, group)) * tile  # place inside the group
     place = first[..., None] + torch.arange(tile, device=labels.device)  # [B, H, T, tile]
     inside = used[..., None] & (place < size.gather(2, group)[..., None])
     source = (start.gather(2, group)[..., None] + place).clamp(max=max(length - 1, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self, cast
@@ -196,10 +197,11 @@ class Intra(Method):
             return self._blocks(call, num_queries, num_keys, q.device)
         rows = self._rows(kind, call.grid, (num_queries, num_keys), q.device)
         row, keys = rows.of_query[None, None], rows.keys
-        if num_queries != num_keys:
-            row, first = _with_fallback(row, rows.of_key, keys.num_rows, call)
-            keys = _with_single(keys, first)
-        return self._plan_of(row, keys, call, num_keys, rows.per_tile)
+        if num_queries == num_keys:
+            tiles = _count_tiles(self, kind, call.grid, num_keys, None)
+            return self._plan_of(row, keys, call, num_keys, rows.per_tile, tiles)
+        row, first = _with_fallback(row, rows.of_key, keys.num_rows, call)
+        return self._plan_of(row, _with_single(keys, first), call, num_keys, rows.per_tile)
 
     def _plan_joint(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State | None
@@ -214,16 +216,33 @@ class Intra(Method):
         start, stop = cast("tuple[int, int]", call.text)
         length = stop - start
         num_latent = q.shape[2] - length
-        kind, lengths = self.layer_kind(call.layer), (num_latent, num_latent)
-        rows = self._rows(kind, call.grid, lengths, q.device)
+        kind = self.layer_kind(call.layer)
+        rows = self._joint_rows(kind, call.grid, num_latent, (start, stop), q.device)
+        keys = _with_text(rows.keys, num_latent, start, length)
+        tiles = _count_tiles(self, kind, call.grid, num_latent, (start, stop))
+        return self._plan_of(
+            rows.of_query[None, None], keys, call, k.shape[2], rows.per_tile, tiles
+        )
+
+    def _joint_rows(
+        self,
+        kind: str,
+        grid: Shape | None,
+        num_latent: int,
+        text: tuple[int, int],
+        device: torch.device,
+    ) -> _Rows:
+        """Return the rows of latent keys that latent and text queries read, text in its place."""
+        start, stop = text
+        lengths = (num_latent, num_latent)
+        rows = self._rows(kind, grid, lengths, device)
         keys, first_row, groups = rows.keys, 0, rows.keys.num_rows
         if kind == "gather":
-            scatter = self._rows("scatter", call.grid, lengths, q.device).keys
+            scatter = self._rows("scatter", grid, lengths, device).keys
             keys, first_row, groups = _stack(keys, scatter), groups, scatter.num_rows
-        text_row = torch.arange(length, device=q.device) % groups + first_row
+        text_row = torch.arange(stop - start, device=device) % groups + first_row
         row = torch.cat([rows.of_query[:start], text_row, rows.of_query[start:]])
-        keys = _with_text(keys, num_latent, start, length)
-        return self._plan_of(row[None, None], keys, call, k.shape[2], rows.per_tile)
+        return _Rows(keys, row, rows.of_key, rows.per_tile)
 
     def _plan_of(
         self,
@@ -232,11 +251,12 @@ class Intra(Method):
         call: Call,
         num_keys: int,
         per_tile: int | None = None,
+        num_tiles: int | None = None,
     ) -> SparsePlan:
         """Return the plan in which query i reads row `row[b, 0, i]`, [B|1, 1, N] int64."""
-        tile = self.tile if per_tile is None else min(self.tile, per_tile)
-        query_index, tile_row = pack_tiles(row, keys.num_rows, tile)
-        if row.device.type == "cpu":  # drop the tiles of no query, which all stand last
+        tile = _tile(self, per_tile)
+        query_index, tile_row = pack_tiles(row, keys.num_rows, tile, num_tiles=num_tiles)
+        if num_tiles is None and row.device.type == "cpu":  # drop tiles of no query, which end it
             used = int((query_index >= 0).any(-1).sum(-1).max())
             query_index, tile_row = query_index[:, :, :used], tile_row[:, :, :used]
         return SparsePlan(
@@ -309,12 +329,16 @@ class Intra(Method):
         mask = mask[None, None]
         position = torch.arange(num_keys - num_queries, num_keys, device=device)
         row = (position // self.global_block % groups)[None, None]
-        if num_queries != num_keys:
+        tiles = None
+        if num_queries == num_keys:
+            tiles = _count_tiles(self, "global", None, num_keys, None)
+        else:
             of_key = of_block.repeat_interleave(_BLOCK)[:num_keys]
             row, first = _with_fallback(row, of_key, groups, call)
             single = block == first[:, None, None, None] // _BLOCK  # [B, 1, 1, C]
             mask = torch.cat([mask.expand(len(first), -1, -1, -1), single], dim=2)
-        return self._plan_of(row, KeyBlocks.from_mask(mask, block=_BLOCK), call, num_keys)
+        keys = KeyBlocks.from_mask(mask, block=_BLOCK)
+        return self._plan_of(row, keys, call, num_keys, num_tiles=tiles)
 
     def _sliding(self, q: Tensor, k: Tensor, call: Call) -> SparsePlan:
         """Plan a layer of sliding windows and sinks."""
@@ -368,6 +392,33 @@ class _Rows(NamedTuple):
     of_query: Tensor
     of_key: Tensor
     per_tile: int | None = None
+
+
+@functools.lru_cache(maxsize=256)
+def _count_tiles(
+    method: Intra,
+    kind: str,
+    grid: Shape | None,
+    num_latent: int,
+    text: tuple[int, int] | None,
+) -> int:
+    """Return how many tiles the queries of self-attention fill.
+
+    From the geometry, on the CPU: what stands on a GPU could only be counted by waiting for it, and
+    a bound that needs no count would be up to twice as many, of no query each.
+    """
+    device = torch.device("cpu")
+    if text is None:
+        rows = method._rows(kind, grid, (num_latent, num_latent), device)
+    else:
+        rows = method._joint_rows(kind, grid, num_latent, text, device)
+    filled = -(-torch.bincount(rows.of_query) // _tile(method, rows.per_tile))
+    return int(filled.sum())
+
+
+def _tile(method: Intra, per_tile: int | None) -> int:
+    """Return the queries of a tile, of which there are at most `per_tile`."""
+    return method.tile if per_tile is None else min(method.tile, per_tile)
 
 
 def _with_fallback(row: Tensor, of_key: Tensor, num_rows: int, call: Call) -> tuple[Tensor, Tensor]:
