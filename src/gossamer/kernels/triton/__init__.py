@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from gossamer.kernels.base import AttentionOutput
+from gossamer.kernels.base import AttentionOutput, with_positive_scale
 from gossamer.kernels.triton.gradients import differentiate, reasons_against
 from gossamer.kernels.triton.launch import call_arguments, forward_configuration, row_arguments
-from gossamer.plan import SparsePlan
+from gossamer.plan import KeyBlocks, SparsePlan
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LOG2_E = 1.4426950408889634
@@ -45,6 +46,11 @@ class TritonKernel:
             reasons.append(f"head dim {q.shape[-1]} is above {_MAX_DIM}")
         if plan.tile > _MAX_TILE:
             reasons.append(f"tile {plan.tile} is above {_MAX_TILE}")
+        if not reasons and _configuration(q, plan) is None:
+            reasons.append(
+                f"tiles of {plan.tile} queries at head dim {q.shape[-1]} in {q.dtype} do not fit "
+                f"the {_shared_memory(q.device)} bytes of shared memory that a program may hold"
+            )
         if gradients:
             reasons += reasons_against(plan, q.shape[1] // k.shape[1])
         return reasons
@@ -56,7 +62,8 @@ class TritonKernel:
         from gossamer.kernels.triton import forward as module
 
         forward: Any = module.forward  # Triton's types do not know that it takes a grid
-        batch, heads, num_queries, dim = q.shape
+        batch, heads, num_queries = q.shape[:3]
+        q, scale = with_positive_scale(q, scale)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
@@ -65,7 +72,7 @@ class TritonKernel:
             forward[(programs,)](
                 **call_arguments(plan, {"q": q, "k": k, "v": v, "out": out, "lse": lse}),
                 **row_arguments(plan, k, v),
-                **forward_configuration(plan.tile, dim, q.dtype),
+                **cast("dict[str, int]", _configuration(q, plan)),  # `supports` asked for it
                 scale=scale * _LOG2_E,
             )
         return AttentionOutput(out, lse)
@@ -87,6 +94,27 @@ class TritonKernel:
         """Return the gradients from what the forward pass left."""
         d_out = torch.zeros_like(out) if d_out is None else d_out
         return differentiate(q, k, v, out, lse, d_out, d_lse, plan, scale, of_keys=of_keys)
+
+
+def _configuration(q: Tensor, plan: SparsePlan) -> dict[str, int] | None:
+    """Return what the forward kernel is launched with, None where nothing fits the GPU."""
+    return forward_configuration(
+        plan.tile,
+        q.shape[-1],
+        q.dtype,
+        blocks=isinstance(plan.keys, KeyBlocks) and not plan.causal and plan.window is None,
+        memory=_shared_memory(q.device),
+    )
+
+
+@functools.cache
+def _shared_memory(device: torch.device) -> int | None:
+    """Return the bytes of shared memory that a program may hold; None for no limit."""
+    if device.type != "cuda":
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    # ROCm reports no larger size to opt in to.
+    return getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
 
 
 def _is_interpreted() -> bool:

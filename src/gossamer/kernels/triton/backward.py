@@ -14,6 +14,7 @@ from gossamer.kernels.triton.steps import (
     find_row,
     find_tile,
     hide,
+    load_entries,
     read_keys,
     tile_queries,
 )
@@ -51,7 +52,6 @@ def _walk(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
     MASKED: tl.constexpr,  # whether the last step may be a part of one
-    RAGGED: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_ORDER: tl.constexpr,
     HAS_VALID: tl.constexpr,
@@ -61,21 +61,18 @@ def _walk(
     PRECISION: tl.constexpr,
 ):
     """Read the entries begin … stop of a key row; return d_q, which lacks the factor scale."""
-    PARTIAL: tl.constexpr = MASKED or HAS_ORDER or HAS_VALID or (BLOCK > 0 and RAGGED)
+    PARTIAL: tl.constexpr = MASKED or HAS_ORDER or HAS_VALID
     dim = tl.arange(0, DP)
     for start in range(begin, stop, N):
-        step = start + tl.arange(0, N)
         key, read = read_keys(
-            step,
+            load_entries(start, stop, index_row, base, N, BLOCK, MASKED),
+            start,
             stop,
-            index_row,
             order_row,
             valid_row,
-            base,
             num_places,
+            N,
             BLOCK,
-            MASKED,
-            RAGGED,
             HAS_ORDER,
             HAS_VALID,
         )
@@ -95,6 +92,7 @@ def _walk(
             v = tl.load(v_at)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * 1.4426950408889634)
         if HAS_WEIGHTS:
+            step = start + tl.arange(0, N)
             if MASKED:
                 log_weight = tl.load(weight_row + step, mask=step < stop, other=0.0)
             else:
@@ -281,6 +279,7 @@ def backward_queries(
         index_r,
         num_keys,
         BLOCK,
+        RAGGED,
         HAS_EXTRA,
         HAS_ORDER,
         CAUSAL,
@@ -339,7 +338,6 @@ def backward_queries(
             BLOCK,
             WIDE,
             masked == 1,
-            RAGGED,
             HAS_WEIGHTS,
             HAS_ORDER,
             HAS_VALID,
@@ -381,7 +379,6 @@ def backward_queries(
             0,
             False,
             True,
-            False,
             HAS_WEIGHTS,
             False,
             False,

@@ -10,10 +10,12 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.triton.steps import (
+    count_below,
     find_bounds,
     find_row,
     find_tile,
     hide,
+    load_entries,
     read_keys,
 )
 
@@ -47,56 +49,62 @@ def _walk(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,  # whether offsets inside a head need 64 bits
     MASKED: tl.constexpr,  # whether the last step may be a part of one
-    RAGGED: tl.constexpr,  # whether a block may hold fewer than BLOCK keys
     HAS_WEIGHTS: tl.constexpr,
     HAS_ORDER: tl.constexpr,
     HAS_VALID: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Read the entries begin … stop of a key row; return acc, top and total.
 
     Where nothing is masked, loads carry no mask: predicates cost a third of the time.
     """
-    PARTIAL: tl.constexpr = MASKED or HAS_ORDER or HAS_VALID or (BLOCK > 0 and RAGGED)
+    PARTIAL: tl.constexpr = MASKED or HAS_ORDER or HAS_VALID
+    HIDES: tl.constexpr = PARTIAL or CAUSAL or WINDOW
     dim = tl.arange(0, DP)
-    for start in range(begin, stop, N):
-        step = start + tl.arange(0, N)
+    # Every step loads the entries of the next, so that copies need not wait for them. What is
+    # carried is the bare load: the compiler does not pipeline what is computed from it.
+    entry = load_entries(begin, stop, index_row, base, N, BLOCK, True)
+    for start in tl.range(begin, stop, N, num_stages=STAGES):
         key, read = read_keys(
-            step,
+            entry,
+            start,
             stop,
-            index_row,
             order_row,
             valid_row,
-            base,
             num_places,
+            N,
             BLOCK,
-            MASKED,
-            RAGGED,
             HAS_ORDER,
             HAS_VALID,
         )
-        at = key - base
+        coming = start + N
+        if not MASKED:
+            coming = tl.minimum(coming, stop - N)
+        entry = load_entries(coming, stop, index_row, base, N, BLOCK, MASKED)
+        at = (key - base)[:, None]
         if WIDE:
             at = at.to(tl.int64)
-        k_at = k_row + at[None, :] * k_n + dim[:, None]
-        v_at = v_row + at[:, None] * v_n + dim[None, :]
+        k_at = k_row + at * k_n + dim[None, :]
+        v_at = v_row + at * v_n + dim[None, :]
         if PARTIAL and D != DP:
-            k = tl.load(k_at, mask=read[None, :] & (dim < D)[:, None], other=0.0)
+            k = tl.load(k_at, mask=read[:, None] & (dim < D)[None, :], other=0.0)
         elif PARTIAL:
-            k = tl.load(k_at, mask=read[None, :], other=0.0)
+            k = tl.load(k_at, mask=read[:, None], other=0.0)
         elif D != DP:
-            k = tl.load(k_at, mask=(dim < D)[:, None], other=0.0)
+            k = tl.load(k_at, mask=(dim < D)[None, :], other=0.0)
         else:
             k = tl.load(k_at)
-        logits = tl.dot(q, k, input_precision=PRECISION) * scale
+        logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if HAS_WEIGHTS:
+            place = start + tl.arange(0, N)
             if MASKED:
-                log_weight = tl.load(weight_row + step, mask=step < stop, other=0.0)
+                log_weight = tl.load(weight_row + place, mask=place < stop, other=0.0)
             else:
-                log_weight = tl.load(weight_row + step)
-            logits += (log_weight * 1.4426950408889634)[None, :]
+                log_weight = tl.load(weight_row + place)
+            logits = logits * scale + (log_weight * 1.4426950408889634)[None, :]
         seen = hide(
             read[None, :],
             key[None, :],
@@ -107,12 +115,17 @@ def _walk(
             CAUSAL,
             WINDOW,
         )
-        if PARTIAL or CAUSAL or WINDOW:
+        if HIDES:
             logits = tl.where(seen, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        # A row that has seen no key yet keeps -inf, and -inf - -inf is not a number.
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(logits - safe[:, None])
+        factor = scale
+        if HAS_WEIGHTS:
+            factor = 1.0
+        new_top = tl.maximum(top, tl.max(logits, 1) * factor)
+        safe = new_top
+        if HIDES or HAS_WEIGHTS:
+            # A row that has seen no key yet keeps -inf, and -inf - -inf is not a number.
+            safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(logits * factor - safe[:, None])
         shrink = tl.exp2(top - safe)
         total = total * shrink + tl.sum(p, 1)
         if PARTIAL and D != DP:
@@ -129,7 +142,7 @@ def _walk(
             # value. Sums of values times 0 are 0 unless one is not finite.
             if tl.sum(tl.sum(v.to(tl.float32) * 0.0, 1), 0) != 0.0:
                 broken = (v.to(tl.float32) * 0.0) != 0.0  # [N, DP]
-                hit = tl.dot(seen.to(tl.float32), broken.to(tl.float32), input_precision="ieee")
+                hit = tl.dot(seen.to(tl.float16), broken.to(tl.float16))  # counts, exact
                 acc = tl.where(hit > 0, float("nan"), acc)
                 v = tl.where(broken, 0.0, v)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -216,6 +229,7 @@ def forward(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,  # steps whose keys and values are held
 ):
     """Attend one tile to its key row; see `kernels.triton.TritonKernel`.
 
@@ -274,6 +288,7 @@ def forward(
         index_r,
         num_keys,
         BLOCK,
+        RAGGED,
         HAS_EXTRA,
         HAS_ORDER,
         CAUSAL,
@@ -295,6 +310,14 @@ def forward(
     k_row = k_ptr + batch * k_b + kv_head * k_h
     v_row = v_ptr + batch * v_b + kv_head * v_h
     whole = real // N * N
+    if CAUSAL and not HAS_ORDER:
+        # Up to here every query sees every key, and nothing is compared.
+        least = tl.min(tl.where(query >= 0, position, num_keys))
+        if BLOCK > 0:
+            seen = count_below(index_row, real // BLOCK, (least + 1) // BLOCK, 0) * BLOCK
+        else:
+            seen = count_below(index_row, real, least + 1, 0)
+        whole = tl.minimum(real, seen) // N * N
     for masked in tl.static_range(2):
         acc, top, total = _walk(
             whole if masked else 0,
@@ -324,13 +347,13 @@ def forward(
             BLOCK,
             WIDE,
             masked == 1,
-            RAGGED,
             HAS_WEIGHTS,
             HAS_ORDER,
             HAS_VALID,
-            CAUSAL,
+            CAUSAL and (HAS_ORDER or masked == 1),
             WINDOW,
             PRECISION,
+            1 if masked else STAGES,
         )
     if HAS_EXTRA:
         extra_k_row = extra_k_ptr + batch * extra_b + kv_head * extra_h
@@ -363,13 +386,13 @@ def forward(
             0,
             False,
             True,
-            False,
             HAS_WEIGHTS,
             False,
             False,
             False,
             False,
             PRECISION,
+            STAGES,
         )
 
     empty = total == 0.0
