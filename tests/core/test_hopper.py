@@ -20,6 +20,8 @@ from cases import Options, Shape, options, random_plan, shapes
 from gluon_simulator import Simulator, simulate
 from gossamer.kernels import hopper
 from gossamer.kernels.hopper.bulk import bulk_matrices
+from gossamer.kernels.strides import dense_rows
+from gossamer.plan.rows import expand, tile_queries
 from oracle import assert_matches, tolerance
 
 SOURCES = Path(hopper.__file__).parent
@@ -204,3 +206,44 @@ def test_simulated_it_copies_whole_blocks_at_once(block: int, beside: bool) -> N
     )
     assert bulk_matrices(k, v, plan).k is not None
     check((q, k, v), plan)
+
+
+@settings(max_examples=40)
+@given(shapes(max_tokens=700), options())
+def test_simulated_the_table_names_tiles_without_queries_and_what_all_queries_see(
+    shape: Shape, opt: Options
+) -> None:
+    """What nobody attends is passed by, and nothing is hidden that the table calls seen."""
+    plan = random_plan(shape, replace(opt, tile=128))
+    batch, heads = shape.batch, shape.heads
+    keys = plan.keys
+    blocks = isinstance(keys, gs.KeyBlocks)
+    order = dense_rows(keys.key_order) if blocks else None
+    places = plan.num_keys if order is None else order.shape[-1]
+    query, index = dense_rows(plan.query_index), keys.index.contiguous()
+    table, claimed = hopper._locate_tiles(plan, (batch, heads), query, index, places, 3)
+    assert claimed.item() == 3
+    queries = expand(tile_queries(plan), batch, heads)
+    position = queries + plan.num_keys - plan.num_queries
+    for b, h, slot in torch.cartesian_prod(*(torch.arange(n) for n in table.shape[:3])).tolist():
+        tile, first, length, seen_first, seen_end, _ = table[b, h, slot].tolist()
+        real = queries[b, h, tile] >= 0
+        assert (length < 0) == (not real.any())
+        entry = torch.arange(seen_first, max(seen_first, min(seen_end, length)))
+        if order is not None:
+            assert not plan.causal or len(entry) == 0
+            continue
+        if blocks:
+            flat = index.flatten()
+            key = flat[first + entry // keys.block] * keys.block + entry % keys.block
+        else:
+            key = index[first + entry]
+        at = position[b, h, tile][real][:, None]
+        if plan.causal:
+            assert (key <= at).all()
+        if plan.window is not None:
+            left, right, sink = plan.window
+            low = at - left if left >= 0 else 0
+            high = at + right if right >= 0 else plan.num_keys
+            inside = (key >= low) & (key <= high)
+            assert (inside | (key < sink) | (key >= plan.num_keys)).all()

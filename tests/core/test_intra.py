@@ -9,6 +9,7 @@ import torch
 import gossamer as gs
 from cases import Shape
 from gossamer.methods.intra import Intra
+from gossamer.plan.rows import tile_queries
 from oracle import assert_matches, attention, tolerance
 
 SCATTER, GATHER = gs.Call(layer=0), gs.Call(layer=2)
@@ -267,6 +268,25 @@ def test_each_tile_holds_queries_of_one_group_and_groups_share_their_row():
         q[:, :, :1024], k[:, :, :1024], v[:, :, :1024], gs.Call(layer=2, grid=(1, 32, 32))
     )
     assert (image.tile, image.num_tiles, image.keys.num_rows) == (64, 16, 16)
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+@pytest.mark.parametrize("gather", ["window", "segment", "cyclic"])
+@pytest.mark.parametrize(
+    "facts", [{}, {"grid": (2, 9, 20)}, {"grid": (1, 15, 24), "text": (0, 37)}, {"causal": True}]
+)
+@pytest.mark.parametrize("schedule", ["interleave", "g2s4"])
+def test_every_tile_holds_a_query(layer, gather, facts, schedule):
+    """As many tiles as are filled, known without reading a tensor: no kernel runs empty ones."""
+    if schedule == "g2s4":
+        facts = {name: value for name, value in facts.items() if name == "causal"}
+    tokens = math.prod(facts.get("grid", (1, 1, 360))) + facts.get("text", (0, 0))[1]
+    q, k, v = Shape(1, 1, 1, tokens, tokens, 8, 0).tensors()
+    method = Intra(groups=8, gather=gather, schedule=schedule, tile=16)
+    plan = method.plan(q, k, v, gs.Call(layer=layer, **facts))
+    queries = tile_queries(plan)
+    assert (queries >= 0).any(-1).all()
+    assert queries[queries >= 0].sort().values.tolist() == list(range(tokens))
 
 
 # --- Text ---------------------------------------------------------------------------------------

@@ -4,11 +4,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import gossamer as gs
+from gossamer.kernels import triton as kernel
+from gossamer.kernels.triton.launch import forward_configuration, up_to_power_of_2
 from gossamer.testing import Shape
 
 TESTS = Path(__file__).parent / "test_kernels.py"
@@ -50,3 +54,46 @@ def test_it_says_why_it_cannot_run_here() -> None:
         gs.attend(q, k, v, plan, kernel="triton")
     for reason in ("on cpu", "torch.float64", "head dim 320 is above 256", "tile 512 is above 256"):
         assert reason in str(error.value)
+
+
+@pytest.mark.parametrize("memory", [65_536, 101_376, 166_912, 232_448])  # T4, Ada, A100, H100
+@pytest.mark.parametrize("dim", [32, 64, 80, 128, 256])
+@pytest.mark.parametrize("tile", [16, 64, 128, 256])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_it_launches_what_fits_the_gpu(memory: int, dim: int, tile: int, blocks: bool) -> None:
+    chosen = forward_configuration(tile, dim, torch.bfloat16, blocks=blocks, memory=memory)
+    if chosen is None:  # queries and one step of keys and values
+        assert 2 * max(32, up_to_power_of_2(dim)) * (tile + 32) > memory - 2048
+        return
+    held = chosen["M"] + 2 * chosen["STAGES"] * chosen["N"]
+    assert 2 * up_to_power_of_2(dim) * held <= memory
+    assert chosen["M"] >= tile
+
+
+def test_it_says_that_a_tile_does_not_fit_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel, "_is_interpreted", lambda: True)
+    monkeypatch.setattr(kernel, "_shared_memory", lambda _: 49_152)
+    q, k, v = Shape(1, 1, 1, 300, 300, 128, 0).tensors(torch.float32)
+    plan = gs.BlockTopK(density=0.5).plan(q, k, v)
+    with pytest.raises(gs.UnsupportedError, match="49152 bytes of shared memory"):
+        gs.attend(q, k, v, plan, kernel="triton")
+
+
+def test_what_the_compiler_cannot_place_is_a_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton", reason="the extra `dev` brings it on Linux")
+
+    class Forward:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            def launch(**_: object) -> None:
+                raise triton.runtime.errors.OutOfResources(106_496, 101_376, "shared memory")
+
+            return launch
+
+    module = SimpleNamespace(forward=Forward())
+    monkeypatch.setitem(sys.modules, "gossamer.kernels.triton.forward", module)
+    monkeypatch.setattr(kernel, "forward", module, raising=False)
+    monkeypatch.setattr(kernel, "_is_interpreted", lambda: True)
+    q, k, v = Shape(1, 1, 1, 300, 300, 64, 0).tensors(torch.float32)
+    plan = gs.BlockTopK(density=0.5).plan(q, k, v)
+    with pytest.raises(gs.UnsupportedError, match="106496, Hardware limit: 101376"):
+        gs.attend(q, k, v, plan, kernel="triton")

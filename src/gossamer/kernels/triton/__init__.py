@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from gossamer.errors import UnsupportedError
 from gossamer.kernels.base import AttentionOutput, with_positive_scale
 from gossamer.kernels.triton.gradients import differentiate, reasons_against
 from gossamer.kernels.triton.launch import call_arguments, forward_configuration, row_arguments
@@ -59,6 +60,8 @@ class TritonKernel:
         self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float
     ) -> AttentionOutput:
         """Run the plan, one program per tile."""
+        from triton.runtime.errors import OutOfResources
+
         from gossamer.kernels.triton import forward as module
 
         forward: Any = module.forward  # Triton's types do not know that it takes a grid
@@ -69,12 +72,13 @@ class TritonKernel:
         lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
         programs = batch * heads * plan.num_tiles
         if programs and num_queries:
-            forward[(programs,)](
-                **call_arguments(plan, {"q": q, "k": k, "v": v, "out": out, "lse": lse}),
-                **row_arguments(plan, k, v),
-                **cast("dict[str, int]", _configuration(q, plan)),  # `supports` asked for it
-                scale=scale * _LOG2_E,
-            )
+            arguments = call_arguments(plan, {"q": q, "k": k, "v": v, "out": out, "lse": lse})
+            arguments |= row_arguments(plan, k, v)
+            arguments |= cast("dict[str, int]", _configuration(q, plan))  # `supports` asked for it
+            try:
+                forward[(programs,)](**arguments, scale=scale * _LOG2_E)
+            except OutOfResources as error:  # what a compiler holds beside is not known before
+                raise UnsupportedError(f"kernel 'triton' cannot run this: {error}") from error
         return AttentionOutput(out, lse)
 
     def backward(  # noqa: PLR0913 -- as the protocol's
