@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.triton.steps import (
+    PLAIN,
     find_bounds,
     find_row,
     find_tile,
@@ -125,7 +126,7 @@ def _walk(
     return d_q
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def backward_queries(
     q_ptr,
     k_ptr,
@@ -390,7 +391,7 @@ def backward_queries(
     tl.store(d_q_ptr + own, (d_q * scale).to(d_q_ptr.dtype.element_ty), mask=held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def backward_keys(
     q_ptr,
     k_ptr,

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from gossamer.kernels.triton.steps import (
+    PLAIN,
     count_below,
     find_bounds,
     find_row,
@@ -150,7 +151,7 @@ def _walk(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=PLAIN)
 def forward(
     q_ptr,
     k_ptr,

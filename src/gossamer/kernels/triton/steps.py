@@ -8,6 +8,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Sizes, and strides of lists: one compilation serves 1, multiples of 16 and all others.
+PLAIN = (
+    *("num_queries", "num_keys", "num_places", "num_tiles", "num_blocks", "num_heads", "group"),
+    *("left", "right", "sink", "index_r", "valid_b"),
+    *(
+        f"{name}_{axis}"
+        for name in ("lse", "query", "tile", "launch", "start", "count", "index", "order")
+        for axis in "bh"
+    ),
+    *("num_listed_b", "num_listed_h", "listed_b", "listed_h"),
+)
+
 
 @triton.jit
 def find_tile(
