@@ -4,6 +4,7 @@ python tests/core/compile_planning.py KERNEL ..., each a name and words for its 
 
 "mass [tile=128] [float16] [causal] [padded] [dim=64]"  "attend [values] [causal] [padded]"  top
 pddp-shift  pddp-moments  pddp-axis  pddp-project  pddp-gather  pddp-part  "pddp-split [most=256]"
+wave-mark  wave-count  wave-start  wave-multiply  wave-transpose  wave-place  wave-arrange
 """
 
 import json
@@ -20,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gossamer.group.gpu import pddp, ranks
+from gossamer.order.gpu import wavealign
 from gossamer.select.gpu import mass, top_keys
 
 Wanted = dict[str, str]
@@ -43,6 +45,16 @@ TYPES = {
     "number_ptr": "*i32",
     "above_ptr": "*i32",
     "start_ptr": "*fp32",
+    "right_ptr": "*fp32",
+    "product_ptr": "*fp32",
+    "point_ptr": "*fp32",
+    "angle_ptr": "*fp32",
+    "tile_ptr": "*i32",
+    "row_ptr": "*i32",
+    "begin_ptr": "*i64",
+    "by_ptr": "*i64",
+    "key_ptr": "*i64",
+    "mask_ptr": "*u8",
     "valid_ptr": "*u8",
     "batch_ptr": "*i64",
     "head_ptr": "*i64",
@@ -115,8 +127,21 @@ def pddp_kernel(name: str) -> Callable[..., tuple[object, dict[str, object], dic
     return make
 
 
+def wave_kernel(name: str) -> Callable[..., tuple[object, dict[str, object], dict[str, int]]]:
+    def make(wanted: Wanted) -> tuple[object, dict[str, object], dict[str, int]]:
+        kernel, constants = wavealign.configuration(name)
+        constants |= {key: int(wanted[key]) for key in constants if key in wanted}
+        options = {key: constants.pop(key) for key in ("num_warps", "enable_fp_fusion")}
+        free = {"BLOCK": 128, "DEPENDENT": 1e-5}  # what the caller chooses
+        constants |= {key: free[key] for key in free if key in kernel.arg_names}
+        return kernel, constants, options
+
+    return make
+
+
 KERNELS = {"mass": mass_kernel, "attend": attend_kernel, "top": top_kernel}
 KERNELS |= {f"pddp-{name}": pddp_kernel(name) for name in pddp.KERNELS}
+KERNELS |= {f"wave-{name}": wave_kernel(name) for name in wavealign.KERNELS}
 
 
 def compile_for_hopper(name: str, wanted: Wanted) -> dict[str, int]:
@@ -134,7 +159,7 @@ def compile_for_hopper(name: str, wanted: Wanted) -> dict[str, int]:
         else:
             signature[argument] = TYPES.get(argument, "i32")
             # Strides of whole rows; `length` and the like are whatever they are.
-            if re.fullmatch(r"[qkvx]_[bhnr]|span", argument):
+            if re.fullmatch(r"[qkvx]_[bhnr]|span|padded", argument):
                 hints[place,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, values, hints)
     made = triton.compile(

@@ -13,7 +13,8 @@ from gossamer.call import Call
 from gossamer.group import Clusters, Draw, Sorted, kmeans, sort_by_group
 from gossamer.group.pddp import pddp
 from gossamer.methods.mc_sparse import MCSparse
-from gossamer.plan import KeyTokens
+from gossamer.order import WaveAlign
+from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan
 from gossamer.select import list_keys, list_sampled, row_phases, take_clusters
 from gossamer.select.exact import Tiles, exact_mass, top_keys
 from gossamer.select.saliency import block_saliency
@@ -420,3 +421,95 @@ def test_select_of_full_size_takes_less_than_a_gibibyte(clusters: int) -> None:
     assert peak - kept < 1 << 30, f"{(peak - kept) / 2**20:.0f} MiB"
     assert kept - before < 750 << 20
     assert (plan.count == 2 * 6048).all()
+
+
+def wavealign_plan(tiles: int, rows: int, *, blocks: bool) -> SparsePlan:
+    """A plan of `rows` key rows around 20 kinds, a fifth of all blocks or of all keys, on the CPU.
+
+    Two batch rows of three heads; the first head's rows are all the same, and tiles beyond `rows`
+    read any row.
+    """
+    g = torch.Generator().manual_seed(0)
+    kind = torch.rand(2, 3, 20, rows, generator=g) < 0.2
+    of = torch.randint(20, (2, 3, rows), generator=g)
+    of[:, 0] = 0
+    mask = kind.gather(2, of[..., None].expand(2, 3, rows, rows))
+    mask[:, 1:] ^= torch.rand(2, 2, rows, rows, generator=g) < 0.05
+    keys: KeyBlocks | KeyTokens = KeyBlocks.from_mask(mask, block=128)
+    if not blocks:
+        count = 3 * mask.sum(-1)  # keys 5, 6 and 7 of each block
+        index = keys.index.repeat_interleave(3, dim=-1) * 128 + torch.arange(5, 8).repeat(rows)
+        keys = KeyTokens.from_lists(index[..., : int(count.max())], count=count)
+    row = torch.randint(rows, (2, 3, tiles), generator=g)
+    row[..., :rows] = torch.arange(rows)
+    tile_row = None if tiles == rows else row.int()
+    length = 128 * tiles
+    return SparsePlan(
+        num_queries=length, num_keys=128 * rows, tile=128, keys=keys, tile_row=tile_row
+    )
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("wave", [1, 132])
+def test_wavealign_orders_as_torch_does(blocks: bool, wave: int) -> None:
+    """Rounding may swap tiles whose angles are next to equal."""
+    plan = wavealign_plan(400, 400, blocks=blocks)
+    order = WaveAlign(skip="never", wave=wave)
+    got, want = order.order(plan.to("cuda")).launch_order, order.order(plan).launch_order
+    assert got is not None
+    assert want is not None
+    assert torch.equal(got[:, 0].cpu(), torch.arange(400).expand(2, -1).int())  # all the same
+    moved = (got.cpu().argsort(-1) - want.argsort(-1)).abs()
+    assert float((moved <= 2).double().mean()) > 0.99
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_wavealign_gives_the_same_again_without_waiting(blocks: bool) -> None:
+    plan = wavealign_plan(1500, 1160, blocks=blocks).to("cuda")
+    order = partial(WaveAlign(skip="never", wave=1).order, plan)
+    first = order().launch_order
+    again = without_waiting(order).launch_order
+    assert first is not None
+    assert torch.equal(first, again)
+    tiles = torch.arange(1500, device="cuda").expand_as(first)
+    assert torch.equal(first.sort(-1).values.long(), tiles)
+    # Tiles that read the same row get the same bits, and stand side by side.
+    assert plan.tile_row is not None
+    row = plan.tile_row.gather(2, first.long())
+    changes = (row[..., 1:] != row[..., :-1]).sum(-1)
+    assert (changes[:, 1:] == 1159).all()
+
+
+def test_wavealign_of_full_size_takes_less_than_a_hundred_mebibytes() -> None:
+    """4 heads, 2,848 tiles and blocks: 364K tokens."""
+    count = torch.full((1, 4, 2848), 570, dtype=torch.int32)
+    index = torch.rand(1, 4, 2848, 2848, generator=torch.Generator().manual_seed(0))
+    index = index.argsort(-1)[..., :570].sort(-1).values.int()
+    keys = KeyBlocks(block=128, count=count, index=index)
+    plan = SparsePlan(num_queries=2848 * 128, num_keys=2848 * 128, tile=128, keys=keys).to("cuda")
+    order = partial(WaveAlign(skip="never").order, plan)
+    order()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    order()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < 100 << 20, f"{peak / 2**20:.0f} MiB"
+
+
+def test_wavealign_is_not_compiled_anew_for_other_lengths() -> None:
+    from gossamer.order.gpu import wavealign
+
+    kernels = [wavealign.configuration(name)[0] for name in wavealign.KERNELS]
+    variants: Callable[[], list[int]] = lambda: [len(x.device_caches[0][0]) for x in kernels]  # noqa: E731
+    for tiles, rows, known in (
+        (60, 48, False),
+        (48, 48, False),
+        (113, 101, True),
+        (128, 128, True),
+    ):
+        before = variants()
+        for blocks in (True, False):
+            plan = wavealign_plan(tiles, rows, blocks=blocks).to("cuda")
+            WaveAlign(skip="never").order(plan)
+        assert not known or variants() == before

@@ -12,6 +12,7 @@ from torch import Tensor
 from gossamer.counter import uniform
 from gossamer.errors import PlanError
 from gossamer.order.base import Order, OrderDecision, register
+from gossamer.order.gpu import wavealign as gpu
 from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan
 from gossamer.plan.density import count_visible
 from gossamer.plan.rows import expand, tile_queries, tile_rows
@@ -51,10 +52,12 @@ class WaveAlign(Order):
     Stage 1, per head: B is the mask of tiles and key blocks (for single keys, how many of each 128
     keys a tile reads). The two leading left singular vectors of the centred mask B - 1 mean(B)^T
     give every tile a point (u1, u2), and tiles are sorted by its angle atan2(u2, u1). The vectors
-    come from subspace iteration on the lists, O(entries) per step: neither the mask nor a Gram
-    matrix is built, and centring is a correction of rank 1. Stage 2 cuts that order into waves of
-    as many tiles as run at once and sorts each by descending count, so that a wave's short rows end
-    where the next one's long rows begin.
+    come from subspace iteration, without a Gram matrix, and centring is a correction of rank 1. On
+    a CPU its products run over the lists, O(entries) per step; on a GPU, with two columns, over the
+    mask at a byte an entry, of as many heads at once as fit 256 MiB (`order/gpu/`; a head whose own
+    mask is larger takes the lists). Stage 2 cuts that order into waves of as many tiles as run at
+    once and sorts each by descending count, so that a wave's short rows end where the next one's
+    long rows begin.
 
     The result is a launch order and nothing else: outputs are the same bit for bit. Tiles without
     a query or a key stand last. Heads with fewer than 3 other tiles, or whose tiles all read the
@@ -66,7 +69,7 @@ class WaveAlign(Order):
     Attributes:
         wave: Tiles that run at once; "auto" takes the GPU's number of SMs, 132 without a GPU.
         rank: Columns of the subspace iteration, at least 2. The angle uses the two leading ones;
-            more columns converge in fewer steps.
+            more columns converge in fewer steps, but a GPU has kernels for two alone.
         iters: Steps of the subspace iteration (paper: 5 to 15).
         skip: "auto" leaves plans as they are where ordering is not estimated to pay; "never" orders
             every plan.
@@ -122,11 +125,27 @@ class WaveAlign(Order):
 
         Args:
             plan: The plan.
-            decision: What `decide` returned for this plan; None asks it.
+            decision: What `decide` returned for this plan; None asks it where plans may be left as
+                they are.
         """
-        decision = self.decide(plan) if decision is None else decision
-        if not decision.order or plan.num_tiles == 0 or plan.keys.num_rows == 0:
+        if decision is None and self.skip == "auto":
+            decision = self.decide(plan)
+        leaves = decision is not None and not decision.order
+        if leaves or plan.num_tiles == 0 or plan.keys.num_rows == 0:
             return plan
+        columns = _num_columns(plan)
+        if gpu.takes(plan, columns, self.rank):
+            order = gpu.launch_order(
+                plan,
+                _axes(plan),
+                num_columns=columns,
+                block=_BLOCK,
+                iters=self.iters,
+                salt=_SALT,
+                dependent=_DEPENDENT,
+                wave=self._wave(plan),
+            )
+            return replace(plan, launch_order=order)
         batch, heads = _axes(plan)
         width = _width(plan)
         line = torch.arange(batch * heads, device=plan.device)
@@ -147,20 +166,13 @@ class WaveAlign(Order):
         has_query = expand((tile_queries(plan) >= 0).any(-1), *shape)[at]
         active = has_query & (count > 0)
         mask = _block_lists(plan, at, rows, active, width)
-        tile = torch.arange(plan.num_tiles, device=plan.device)
-        number = active.sum(-1, keepdim=True)
         first = torch.argsort(
             (~active).byte(), dim=-1, stable=True
         )  # as they came, empty ones last
         spatial = _by_angle(mask.embed(self.rank, self.iters), active)
         spatial = torch.where(mask.is_uniform(), first, spatial)
-        # One sort by (wave, descending count); empty tiles form a last wave.
-        is_empty = tile >= number
-        group = torch.where(is_empty, plan.num_tiles, tile // self._wave(plan))
-        longest = torch.iinfo(torch.int32).max
-        fewer = torch.where(is_empty, 0, longest - count.gather(1, spatial))
-        by = torch.argsort((group << 32) + fewer, dim=-1, stable=True)
-        return torch.where(number < 3, first, spatial.gather(1, by))
+        order = _in_waves(spatial, count, active, self._wave(plan))
+        return torch.where(mask.number < 3, first, order)
 
     def _wave(self, plan: SparsePlan) -> int:
         """Return how many tiles run at once."""
@@ -174,8 +186,9 @@ class WaveAlign(Order):
 
 def _axes(plan: SparsePlan) -> tuple[int, int]:
     """Return (B, H) of the tensors that decide which keys a tile reads."""
-    tensors = [plan.keys.count, tile_queries(plan), tile_rows(plan)]
-    tensors += [] if isinstance(plan.keys, KeyBlocks) else [plan.keys.start]
+    keys = plan.keys
+    tensors = [keys.count, keys.index if isinstance(keys, KeyBlocks) else keys.start]
+    tensors += [x for x in (plan.query_index, plan.tile_row) if x is not None]
     return max(x.shape[0] for x in tensors), max(x.shape[1] for x in tensors)
 
 
@@ -370,3 +383,16 @@ def _by_angle(points: Tensor, active: Tensor) -> Tensor:
     cut = gap.argmax(-1, keepdim=True)
     source = torch.where(inside, (tile + cut) % number.clamp(min=1), tile)
     return order.gather(1, source)
+
+
+def _in_waves(order: Tensor, count: Tensor, active: Tensor, wave: int) -> Tensor:
+    """Return the order [x, T], inactive tiles last, with each wave by descending count.
+
+    By one sort; inactive tiles form a last wave. `count` and `active` [x, T] are by tile.
+    """
+    place = torch.arange(order.shape[1], device=order.device)
+    is_empty = place >= active.sum(-1, keepdim=True)
+    group = torch.where(is_empty, order.shape[1], place // wave)
+    longest = torch.iinfo(torch.int32).max
+    fewer = torch.where(is_empty, 0, longest - count.gather(1, order))
+    return order.gather(1, torch.argsort((group << 32) + fewer, dim=-1, stable=True))

@@ -274,7 +274,7 @@ def _mix(x):
 
 
 @triton.jit
-def _absorb(state, key):
+def absorb(state, key):
     """Return the counter's state after one more key."""
     word = _mix(key.to(tl.uint64) + 0x9E3779B97F4A7C15)
     return _mix((state ^ word) + 0x9E3779B97F4A7C15)
@@ -293,7 +293,7 @@ def phases(
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     head = tl.program_id(0)
     state = (upper.to(tl.int64) << 32) | (lower.to(tl.int64) & _LOW)
-    state = _absorb(state.to(tl.uint64), tl.load(head_ptr + head))
-    state = _absorb(state, row.to(tl.int64))
+    state = absorb(state.to(tl.uint64), tl.load(head_ptr + head))
+    state = absorb(state, row.to(tl.int64))
     phase = (state >> 32).to(tl.int64).to(tl.float64) * (1.0 / (1 << 32))
     tl.store(phase_ptr + head.to(tl.int64) * num_rows + row, phase, mask=row < num_rows)
