@@ -136,18 +136,21 @@ def find_row(
 
 @triton.jit
 def count_below(index_row, count, bound, BLOCK: tl.constexpr):
-    """Return how many entries of an ascending row begin below a key, by bisection."""
+    """Return how many entries of an ascending row begin below a key.
+
+    A search whose steps look at 32 places at once: each step waits for memory.
+    """
     least = 0
     most = count
+    lane = tl.arange(0, 32)
     while least < most:
-        middle = (least + most) // 2
-        key = tl.load(index_row + middle)
+        width = (most - least + 31) // 32
+        place = least + lane * width + width - 1  # the last of each part
+        key = tl.load(index_row + place, mask=place < most, other=0)
         if BLOCK > 0:
             key = key * BLOCK
-        if key < bound:
-            least = middle + 1
-        else:
-            most = middle
+        least += tl.sum(((place < most) & (key < bound)).to(tl.int32), 0) * width
+        most = tl.minimum(most, least + width - 1)
     return least
 
 
