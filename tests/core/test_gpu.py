@@ -105,9 +105,16 @@ def test_a_session_times_with_events() -> None:
     assert sparse.plan_ms > 0
 
 
+# Every head dim in bfloat16, and some in the others: float32 products take long to compile.
+WIDTHS = [
+    *((torch.bfloat16, dim) for dim in (20, 32, 64, 80, 128, 256)),
+    *((torch.float16, dim) for dim in (64, 128)),
+    *((torch.float32, dim) for dim in (20, 64, 128)),
+]
+
+
 # Most draws compile a kernel of their own: few for each of many parameters, which workers share.
-@pytest.mark.parametrize("dim", [20, 32, 64, 80, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("dtype", "dim"), WIDTHS)
 @settings(max_examples=10)
 @given(shapes(), options(), st.sampled_from([None, None, 0.3, -0.2, 0.0]))
 def test_law_1_triton_equals_the_reference(

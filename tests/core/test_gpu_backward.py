@@ -50,8 +50,14 @@ def of_blocks(plan: gs.SparsePlan, shape: Shape, block: int, order: bool = False
     return replace(plan, keys=gs.KeyBlocks.from_mask(mask, block=block, key_order=places))
 
 
-@pytest.mark.parametrize("dim", [20, 32, 64, 80, 128, 256])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [
+        *((torch.bfloat16, dim) for dim in (20, 32, 64, 80, 128, 256)),
+        (torch.float16, 64),
+        *((torch.float32, dim) for dim in (20, 64)),
+    ],
+)
 @settings(max_examples=6)  # most draws compile kernels of their own
 @given(shapes(), options(), st.sampled_from([None, 0.3, -0.2, 0.0]))
 def test_triton_equals_the_reference(

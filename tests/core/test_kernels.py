@@ -162,6 +162,18 @@ def test_any_head_dim_has_its_own_scale(kernel: str, dim: int) -> None:
     assert_matches(got, attention(q, k, v), tolerance(q, k, v))
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_tile_may_hold_more_rows_than_a_program(kernel: str, blocks: bool) -> None:
+    """Of 256 queries, permuted, the last tile ragged; float32 at head dim 160 takes 64 of them."""
+    shape = Shape(1, 1, 2, 300, 70, 160, 3)
+    opt = Options(blocks, False, False, not blocks, 0, None, True, False, 256, 0.5)
+    plan, tensors = random_plan(shape, opt), shape.tensors()
+    got = gs.attend(*tensors, plan, kernel=kernel)
+    want = gs.attend(*(x.double() for x in tensors), plan, kernel="reference")
+    assert_matches(got, want, tolerance(*tensors))
+
+
 @pytest.mark.parametrize(
     ("num_queries", "num_keys"),
     [(1, 1), (9, 9), (12, 12), (63, 65), (137, 137), (1, 4099), (401, 203), (130, 0)],

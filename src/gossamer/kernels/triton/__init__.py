@@ -59,7 +59,7 @@ class TritonKernel:
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float
     ) -> AttentionOutput:
-        """Run the plan, one program per tile."""
+        """Run the plan, a program for each tile, or for each 128 rows of a larger one."""
         from triton.runtime.errors import OutOfResources
 
         from gossamer.kernels.triton import forward as module
@@ -70,13 +70,15 @@ class TritonKernel:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = torch.empty(batch, heads, num_queries, dtype=torch.float32, device=q.device)
-        programs = batch * heads * plan.num_tiles
-        if programs and num_queries:
+        tiles = batch * heads * plan.num_tiles
+        if tiles and num_queries:
             arguments = call_arguments(plan, {"q": q, "k": k, "v": v, "out": out, "lse": lse})
             arguments |= row_arguments(plan, k, v)
             arguments |= cast("dict[str, int]", _configuration(q, plan))  # `supports` asked for it
             try:
-                forward[(programs,)](**arguments, scale=scale * _LOG2_E)
+                forward[(tiles * -(-plan.tile // arguments["M"]),)](
+                    **arguments, scale=scale * _LOG2_E
+                )
             except OutOfResources as error:  # what a compiler holds beside is not known before
                 raise UnsupportedError(f"kernel 'triton' cannot run this: {error}") from error
         return AttentionOutput(out, lse)
@@ -102,11 +104,15 @@ class TritonKernel:
 
 def _configuration(q: Tensor, plan: SparsePlan) -> dict[str, int] | None:
     """Return what the forward kernel is launched with, None where nothing fits the GPU."""
+    keys = plan.keys
+    blocks, masks = isinstance(keys, KeyBlocks), plan.causal or plan.window is not None
+    ascends = not blocks or keys.key_order is None
     return forward_configuration(
         plan.tile,
         q.shape[-1],
         q.dtype,
-        blocks=isinstance(plan.keys, KeyBlocks) and not plan.causal and plan.window is None,
+        blocks=blocks and not masks,
+        hides=plan.window is not None or (plan.causal and not ascends),
         memory=_shared_memory(q.device),
     )
 

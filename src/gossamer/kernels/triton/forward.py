@@ -213,7 +213,7 @@ def forward(
     sink,
     scale,  # times log2(e)
     TILE: tl.constexpr,  # query rows per tile of the plan
-    M: tl.constexpr,  # the same, a power of two
+    M: tl.constexpr,  # query rows per program, a power of two
     N: tl.constexpr,  # keys per step
     D: tl.constexpr,  # head dim
     DP: tl.constexpr,  # the same, a power of two
@@ -232,14 +232,16 @@ def forward(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,  # steps whose keys and values are held
 ):
-    """Attend one tile to its key row; see `kernels.triton.TritonKernel`.
+    """Attend M rows of a tile to its key row; see `kernels.triton.TritonKernel`.
 
     Scores and sums are float32, in base 2; address arithmetic is 64-bit. A key that is not listed,
     padded or masked for all queries is never loaded.
     """
+    STEPS: tl.constexpr = (TILE + M - 1) // M
+    program = tl.program_id(0)
     batch, head, row, query = find_tile(
-        tl.program_id(0),
-        tl.arange(0, M),
+        program // STEPS,
+        program % STEPS * M + tl.arange(0, M),
         query_index_ptr,
         tile_row_ptr,
         launch_ptr,

@@ -16,7 +16,7 @@ _BESIDE = 1024  # bytes of shared memory for what is exchanged between threads
 
 
 def forward_configuration(
-    tile: int, dim: int, dtype: torch.dtype, *, blocks: bool, memory: int | None
+    tile: int, dim: int, dtype: torch.dtype, *, blocks: bool, hides: bool, memory: int | None
 ) -> dict[str, int] | None:
     """Return rows per program, keys per step, warps and stages; None where nothing fits.
 
@@ -25,12 +25,14 @@ def forward_configuration(
         dim: Head dim.
         dtype: Of queries, keys and values.
         blocks: Whether the rows list blocks of which neither causality nor a window hides anything.
+        hides: Whether any step may hide keys from some of its queries, as those of a window do.
         memory: Bytes of shared memory that a program may hold; None for no limit.
     """
-    rows = max(_MIN_DOT, up_to_power_of_2(tile))
-    width = max(_MIN_DOT, up_to_power_of_2(dim)) * dtype.itemsize
-    for keys, warps, stages in _shapes(rows, dim, dtype, blocks=blocks):
-        held = (rows + 2 * stages * keys) * width + _BESIDE
+    width = max(_MIN_DOT, up_to_power_of_2(dim))
+    for most, keys, warps, stages in _shapes(tile, dim, dtype, blocks=blocks):
+        rows = _side(up_to_power_of_2(tile), most)
+        held = (rows + 2 * stages * keys) * width * dtype.itemsize + _BESIDE
+        held += 2 * keys * width if hides else 0  # which values are not finite, a product's operand
         if memory is None or held <= memory:
             configuration = {"M": rows, "N": keys, "num_warps": warps, "STAGES": stages}
             if memory is not None and warps == 8 and 2 * held <= memory and not torch.version.hip:
@@ -39,22 +41,29 @@ def forward_configuration(
     return None
 
 
-def _shapes(rows: int, dim: int, dtype: torch.dtype, *, blocks: bool) -> list[tuple[int, int, int]]:
-    """Return keys per step, warps and stages to choose from, the fastest first.
+def _shapes(
+    tile: int, dim: int, dtype: torch.dtype, *, blocks: bool
+) -> list[tuple[int, int, int, int]]:
+    """Return most rows, keys per step, warps and stages to choose from, the fastest first.
 
     On an H200, 12 heads of 75,600 tokens, D = 128, bfloat16, density .1, in ms: single keys 7.3
-    with (128, 8, 3), 8.2 with (64, 8, 2) and 9.5 with (64, 4, 2); blocks 6.4 with (64, 8, 2), of
-    which two programs fit, and 7.2 with (128, 8, 3). Tiles of 64 queries .47 with (64, 4, 3), .57
-    with (64, 4, 2) and .62 with (128, 4, 3). Hiding keys takes more registers than two programs
-    leave. The later ones are for less memory.
+    with (128, 128, 8, 3), 8.2 with (128, 64, 8, 2) and 9.5 with (128, 64, 4, 2); blocks 6.4 with
+    (128, 64, 8, 2), of which two programs fit, and 7.2 with (128, 128, 8, 3). Tiles of 64 queries
+    .47 with (64, 64, 4, 3), .57 with (64, 64, 4, 2) and .62 with (64, 128, 4, 3). Hiding keys takes
+    more registers than two programs leave. Above 128 and in float32 nothing was measured. The later
+    ones are for less memory.
     """
-    if dtype == torch.float32 or dim > 128:
-        return [(32, 4, 2), (16, 4, 2), (16, 4, 1)]
-    if rows < 128:
-        return [(64, 4, 3), (64, 4, 2), (32, 4, 2), (16, 4, 1)]
-    large, two = (128, 8, 3), (64, 8, 2)
-    first = [two, large] if blocks and dim > 64 else [large, two]
-    return [*first, (32, 4, 2), (16, 4, 1)]
+    if dtype == torch.float32:
+        if dim > 128:
+            return [(64, 32, 4, 2), (64, 16, 4, 1), (32, 16, 4, 1), (16, 16, 4, 1)]
+        return [(128, 32, 4, 2), (64, 32, 4, 2), (64, 16, 4, 1), (16, 16, 4, 1)]
+    if dim > 128:
+        return [(128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 4, 2), (64, 16, 4, 1), (16, 16, 4, 1)]
+    if tile <= 64:
+        return [(64, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 2), (16, 16, 4, 1)]
+    large, two = (128, 128, 8, 3), (128, 64, 8, 2)
+    first = [two, large] if blocks and dim > 64 else [large, (128, 128, 8, 2), two]
+    return [*first, (128, 32, 4, 2), (64, 16, 4, 1), (16, 16, 4, 1)]
 
 
 def queries_configuration(tile: int, dim: int, dtype: torch.dtype) -> dict[str, int]:
