@@ -73,13 +73,18 @@ def _tolerances(
     want: tuple[Tensor, ...],
     scale: float | None,
 ) -> list[float]:
-    """Return twice what rounding where kernels round costs, and one rounding of the largest."""
+    """Return twice what rounding where kernels round costs, and one rounding of the largest.
+
+    Four times in float32, where what remains is the order of sums: kernels add one product after
+    another where the textbook's add in blocks.
+    """
+    times = 4 if tensors[0].dtype == torch.float32 else 2
     rounded = _rounded(tensors, plan, weights, scale)
     allowed = []
     for a, b in zip(rounded, want, strict=True):
         largest = b.abs().max().item() if b.numel() else 0.0
         error = (a.double() - b).abs().max().item() if b.numel() else 0.0
-        allowed.append(2 * (error + torch.finfo(tensors[0].dtype).eps * max(largest, 1.0)))
+        allowed.append(times * (error + torch.finfo(tensors[0].dtype).eps * max(largest, 1.0)))
     return allowed
 
 

@@ -171,6 +171,7 @@ def _backward(
     batch, num_queries, heads, _ = q.shape
     num_keys, group = k.shape[1], heads // k.shape[2]
     tiles, blocks = -(-num_queries // TILE), -(-num_keys // TILE)
+    assert q.shape[-1] in (64, 96, 128), "of 80 and 112 the gradients of queries are wrong"
     assert softmax_scale > 0
     assert tensors.block_size == (TILE, TILE)
     assert d_out.shape == out.shape == q.shape

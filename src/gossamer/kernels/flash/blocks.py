@@ -10,6 +10,9 @@ from gossamer.kernels.flash.call import TILE, BlockLists, attend_blocks, differe
 from gossamer.kernels.transposed import list_causal_tiles, list_tiles
 from gossamer.plan import KeyBlocks, SparsePlan
 
+# Of head dims 80 and 112 flash-attn-4 4.0.0b36 returns wrong gradients of queries, on an H200; of
+# 64, 96 and 128 right ones.
+_GRADIENT_DIM_STEP = 32
 _PARTIAL = 2  # blocks, at most, that causality cuts for a tile of the same size
 
 
@@ -95,7 +98,10 @@ def differentiate(  # noqa: PLR0913 -- what a backward pass is made from
         d_lse = _in_tiles(d_lse.float().contiguous()[..., None], plan.query_index)[..., 0]
     q, scale = with_positive_scale(q if q.stride(-1) == 1 else q.contiguous(), given_scale)
     lists = _transposed_lists(plan, keys)
-    d_q, d_k, d_v = differentiate_blocks(q, k, v, out, lse, d_out, d_lse, lists, scale)
+    dim = q.shape[-1]
+    q, k, v, out, d_out = (_widened(x) for x in (q, k, v, out, d_out))
+    grads = differentiate_blocks(q, k, v, out, lse, d_out, d_lse, lists, scale)
+    d_q, d_k, d_v = (x[..., :dim] for x in grads)
     if given_scale < 0:
         d_q = -d_q
     elif given_scale == 0:
@@ -113,6 +119,12 @@ def _blocks_of(plan: SparsePlan) -> KeyBlocks:
     if not isinstance(plan.keys, KeyBlocks):
         raise TypeError("only rows of blocks run block-sparse")
     return plan.keys
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Return x with columns of 0 up to a head dim whose gradients are right."""
+    missing = -x.shape[-1] % _GRADIENT_DIM_STEP
+    return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
 def _in_tiles(x: Tensor, query_index: Tensor | None) -> Tensor:
