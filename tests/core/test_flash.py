@@ -359,13 +359,14 @@ def test_gradients_of_whole_blocks_equal_the_references(
     check_gradients(tensors, plan, "flash", scale=scale, with_lse=with_lse)
 
 
+@pytest.mark.parametrize("dim", [64, 80])
 @pytest.mark.usefixtures("emulated")
 @pytest.mark.parametrize(
     "given", [{}, {"causal": True}, {"permuted": True}], ids=["plain", "causal", "permuted"]
 )
-def test_every_kind_of_block_plan_has_its_gradient(given: dict[str, bool]) -> None:
+def test_every_kind_of_block_plan_has_its_gradient(given: dict[str, bool], dim: int) -> None:
     """Ragged lengths, two query heads to a KV head, shared rows, an order of keys."""
-    shape = Shape(2, 1, 2, 300, 430, 64, 5)
+    shape = Shape(2, 1, 2, 300, 430, dim, 5)
     opt = Options(True, False, False, False, 0, None, False, False, TILE, 0.5)
     plan = random_plan(shape, replace(opt, **given))
     rows = (*plan.keys.count.shape, 4)

@@ -232,8 +232,8 @@ def long_plan(num_keys: int, density: float, tiles: int = 400) -> gs.SparsePlan:
     [
         (24_576, 0.15, 400, False, "K and V of a head stay in the L2 cache"),
         (98_304, 0.15, 400, False, "98304 keys: up to 98304"),
-        (147_968, 0.15, 400, True, "estimated gain 1.0"),
-        (364_032, 0.15, 400, True, "estimated gain 1.1"),
+        (147_968, 0.15, 400, True, "estimated gain 1.05"),
+        (364_032, 0.15, 400, True, "estimated gain 1.08"),
         (364_032, 0.017, 400, False, "density 0.017: up to 0.067, attention is too short"),
         (364_032, 0.15, 132, False, "132 tiles: all run in one wave of 132"),
         (364_032, 1.0, 400, False, "not above the 1.032x it costs"),
@@ -254,31 +254,27 @@ def test_plans_are_left_alone_where_ordering_does_not_pay(
     assert (WaveAlign().order(plan).launch_order is not None) is pays
 
 
-def test_the_estimate_grows_with_length_and_uneven_rows() -> None:
+def test_the_estimate_grows_with_length() -> None:
     order = WaveAlign()
     gains = [
         order.decide(long_plan(n, 0.15)).estimated_gain for n in (65_536, 131_072, 262_144, 524_288)
     ]
     assert gains[0] == 1.0
     assert gains == sorted(gains)
-    even = long_plan(262_144, 0.15)
-    same = torch.full_like(even.keys.count, int(even.keys.count.float().mean()))
-    even = replace(even, keys=replace(even.keys, count=same))
-    assert order.decide(even).estimated_gain < gains[2]
 
 
 def test_density_is_that_of_visible_pairs() -> None:
     """A causal plan of every visible block is dense, not half."""
     mask = torch.ones(1, 1, 300, 300, dtype=torch.bool).tril()
     causal = replace(block_plan(mask), causal=True)
-    assert module._statistics(causal)[0] == 1.0
-    assert module._statistics(block_plan(mask))[0] == pytest.approx(0.5, abs=0.01)
+    assert module._density(causal) == 1.0
+    assert module._density(block_plan(mask)) == pytest.approx(0.5, abs=0.01)
 
 
 def test_a_decision_that_is_handed_over_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = block_plan(banded(64, 12)[0])
     yes = OrderDecision(order=True, reason="asked for", estimated_gain=1.0)
-    monkeypatch.setattr(module, "_statistics", lambda plan: pytest.fail("decided twice"))
+    monkeypatch.setattr(module, "_density", lambda plan: pytest.fail("decided twice"))
     assert WaveAlign().order(plan, yes).launch_order is not None
     assert WaveAlign().order(plan, replace(yes, order=False)) is plan
 
