@@ -12,6 +12,7 @@ from gossamer.call import Call
 from gossamer.errors import PlanError
 from gossamer.kernels import (
     AttentionOutput,
+    BackwardInput,
     DifferentiableKernel,
     ReferenceKernel,
     choose_kernel,
@@ -218,7 +219,9 @@ def _attend_backward_op(  # noqa: PLR0913 -- an op takes flat arguments
     if not isinstance(chosen, DifferentiableKernel):
         raise TypeError(f"kernel {chosen.name!r} names no reason against gradients and has none")
     out, lse = out.contiguous(), lse.contiguous()  # as they were made; a compiler may move them
-    grads = chosen.backward(q, k, v, out, lse, d_out, d_lse, whole, scale, of_keys=of_keys)
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    given = BackwardInput(q, k, v, out, lse, d_out, d_lse)
+    grads = chosen.backward(given, whole, scale, of_keys=of_keys)
     return [x.contiguous() for x in grads if x is not None]
 
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import gossamer as gs
 from cases import Options, Shape, options, random_plan, shapes
 from gossamer.kernels import choose_kernel, flash
+from gossamer.kernels.base import BackwardInput
 from gossamer.kernels.flash import FlashKernel, call, lists, paged
 from gossamer.kernels.hopper import HopperKernel
 from gradients import check_gradients
@@ -664,5 +665,6 @@ def test_gradients_compiles_here(dim: int, group: int, causal: bool) -> None:
             _empty(1, 4 if causal else 1, 8, 8 if causal else 1),
             causal,
         )
-        grads = call.differentiate_blocks(q, k, v, out, lse, d_out, d_lse, block_lists, 0.1)
+        given = BackwardInput(q, k, v, out, lse, d_out, d_lse)
+        grads = call.differentiate_blocks(given, block_lists, 0.1)
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]

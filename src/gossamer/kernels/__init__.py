@@ -2,6 +2,7 @@
 
 from gossamer.kernels.base import (
     AttentionOutput,
+    BackwardInput,
     DifferentiableKernel,
     Kernel,
     wants_gradients,
@@ -13,6 +14,7 @@ from gossamer.kernels.reference import ReferenceKernel
 __all__ = [
     "DENSE_KERNEL",
     "AttentionOutput",
+    "BackwardInput",
     "DifferentiableKernel",
     "Kernel",
     "ReferenceKernel",

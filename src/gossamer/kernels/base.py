@@ -23,6 +23,28 @@ class AttentionOutput(NamedTuple):
     lse: Tensor
 
 
+class BackwardInput(NamedTuple):
+    """What a backward pass is made from.
+
+    Attributes:
+        q: [B, H, N, D].
+        k: [B, Hk, S, D].
+        v: [B, Hk, S, D].
+        out: [B, H, N, D], contiguous, as the forward pass returned it.
+        lse: [B, H, N] float32, contiguous, likewise.
+        d_out: [B, H, N, D], the gradient of out, of any strides.
+        d_lse: [B, H, N] float32, the gradient of lse, likewise; None for 0.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    d_out: Tensor
+    d_lse: Tensor | None
+
+
 class Kernel(Protocol):
     """Runs plans."""
 
@@ -57,30 +79,13 @@ class Kernel(Protocol):
 class DifferentiableKernel(Kernel, Protocol):
     """A kernel that has gradients, where `supports` names no reason against them."""
 
-    def backward(  # noqa: PLR0913 -- what a backward pass is made from
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        d_out: Tensor | None,
-        d_lse: Tensor | None,
-        plan: SparsePlan,
-        scale: float,
-        *,
-        of_keys: bool,
+    def backward(
+        self, given: BackwardInput, plan: SparsePlan, scale: float, *, of_keys: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the gradients of q, k and v, in their dtypes.
 
         Args:
-            q: [B, H, N, D].
-            k: [B, Hk, S, D].
-            v: [B, Hk, S, D].
-            out: [B, H, N, D], contiguous, as `run` returned it.
-            lse: [B, H, N] float32, contiguous, likewise.
-            d_out: [B, H, N, D], the gradient of out, of any strides; None for 0.
-            d_lse: [B, H, N] float32, the gradient of lse, likewise.
+            given: What the forward pass took and returned, and the gradients of that.
             plan: What `run` ran.
             scale: Its factor on the logits.
             of_keys: Whether those of k and v are wanted; they are None otherwise.

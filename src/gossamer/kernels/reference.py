@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gossamer.kernels.base import AttentionOutput, with_virtual_keys
+from gossamer.kernels.base import AttentionOutput, BackwardInput, with_virtual_keys
 from gossamer.plan import SparsePlan
 from gossamer.plan.rows import expand, read_rows, tile_queries, tile_rows
 from gossamer.plan.visible import Bounds, allowed, bounds
@@ -67,29 +67,17 @@ class ReferenceKernel:
             lse = lse.scatter(2, slot, torch.cat(sums).view(batch, heads, -1))
         return AttentionOutput(out[:, :, :num_queries].to(q.dtype), lse[:, :, :num_queries].float())
 
-    def backward(  # noqa: PLR0913 -- as the protocol's
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        d_out: Tensor | None,
-        d_lse: Tensor | None,
-        plan: SparsePlan,
-        scale: float,
-        *,
-        of_keys: bool,
+    def backward(
+        self, given: BackwardInput, plan: SparsePlan, scale: float, *, of_keys: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the gradients that torch derives from `run`, which is run once more for it."""
-        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        d_out = torch.zeros_like(out) if d_out is None else d_out
-        d_lse = torch.zeros_like(lse) if d_lse is None else d_lse
+        q, k, v = (x.detach().requires_grad_() for x in (given.q, given.k, given.v))
+        d_lse = torch.zeros_like(given.lse) if given.d_lse is None else given.d_lse
         # An op's body runs with autograd shut out, which enabling gradients alone does not undo.
         with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(_AUTOGRAD, False):
             results = self.run(q, k, v, plan, scale)
             d_q, *rest = torch.autograd.grad(
-                results, (q, k, v) if of_keys else (q,), (d_out, d_lse)
+                results, (q, k, v) if of_keys else (q,), (given.d_out, d_lse)
             )
         d_k, d_v = rest or (None, None)
         return d_q, d_k, d_v

@@ -9,7 +9,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from gossamer.kernels.base import AttentionOutput, with_positive_scale
+from gossamer.kernels.base import AttentionOutput, BackwardInput, with_positive_scale
 from gossamer.kernels.flash import blocks, paged
 from gossamer.kernels.flash.call import TILE
 from gossamer.plan import KeyBlocks, SparsePlan
@@ -70,26 +70,14 @@ class FlashKernel:
         q, scale = with_positive_scale(q, scale)
         return paged.run(q, k, v, plan, scale)
 
-    def backward(  # noqa: PLR0913 -- as the protocol's
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        d_out: Tensor | None,
-        d_lse: Tensor | None,
-        plan: SparsePlan,
-        scale: float,
-        *,
-        of_keys: bool,
+    def backward(
+        self, given: BackwardInput, plan: SparsePlan, scale: float, *, of_keys: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the gradients of a plan that runs block-sparse, from what the forward pass left.
 
         flash-attn-4 computes those of keys in any case.
         """
-        d_out = torch.zeros_like(out) if d_out is None else d_out
-        d_q, d_k, d_v = blocks.differentiate(q, k, v, out, lse, d_out, d_lse, plan, scale)
+        d_q, d_k, d_v = blocks.differentiate(given, plan, scale)
         return (d_q, d_k, d_v) if of_keys else (d_q, None, None)
 
 

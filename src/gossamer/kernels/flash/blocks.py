@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gossamer.kernels.base import AttentionOutput, with_positive_scale
+from gossamer.kernels.base import AttentionOutput, BackwardInput, with_positive_scale
 from gossamer.kernels.flash.call import TILE, BlockLists, attend_blocks, differentiate_blocks
 from gossamer.kernels.transposed import list_causal_tiles, list_tiles
 from gossamer.plan import KeyBlocks, SparsePlan
@@ -62,16 +62,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan, scale: float) -> Atte
     return AttentionOutput(_gather(out, place), _gather(lse[..., None], place)[..., 0])
 
 
-def differentiate(  # noqa: PLR0913 -- what a backward pass is made from
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    plan: SparsePlan,
-    scale: float,
+def differentiate(
+    given: BackwardInput, plan: SparsePlan, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of what `run` returned.
 
@@ -79,28 +71,25 @@ def differentiate(  # noqa: PLR0913 -- what a backward pass is made from
     from one pass to the other.
 
     Args:
-        q: [B, H, N, D].
-        k: [B, Hk, S, D].
-        v: [B, Hk, S, D].
-        out: [B, H, N, D], as `run` returned it.
-        lse: [B, H, N] float32, likewise.
-        d_out: [B, H, N, D], the gradient of out.
-        d_lse: [B, H, N], the gradient of lse; None for 0.
+        given: What the forward pass took and returned, and the gradients of that.
         plan: The plan.
         scale: The factor on the logits.
     """
     keys, given_scale = _blocks_of(plan), scale
-    k, v = (_in_order(x, keys.key_order) for x in (k, v))
+    k, v = (_in_order(x, keys.key_order) for x in (given.k, given.v))
     # flash-attn-4 compiles another kernel for strides of 0, which gradients of sums have.
-    q, out, d_out = (_in_tiles(x, plan.query_index) for x in (q, out, d_out.contiguous()))
-    lse = _in_tiles(lse[..., None], plan.query_index)[..., 0]
+    by_query = (given.q, given.out, given.d_out.contiguous())
+    q, out, d_out = (_in_tiles(x, plan.query_index) for x in by_query)
+    lse = _in_tiles(given.lse[..., None], plan.query_index)[..., 0]
+    d_lse = given.d_lse
     if d_lse is not None:
         d_lse = _in_tiles(d_lse.float().contiguous()[..., None], plan.query_index)[..., 0]
     q, scale = with_positive_scale(q if q.stride(-1) == 1 else q.contiguous(), given_scale)
     lists = _transposed_lists(plan, keys)
     dim = q.shape[-1]
     q, k, v, out, d_out = (_widened(x) for x in (q, k, v, out, d_out))
-    grads = differentiate_blocks(q, k, v, out, lse, d_out, d_lse, lists, scale)
+    widened = BackwardInput(q, k, v, out, lse, d_out, d_lse)
+    grads = differentiate_blocks(widened, lists, scale)
     d_q, d_k, d_v = (x[..., :dim] for x in grads)
     if given_scale < 0:
         d_q = -d_q

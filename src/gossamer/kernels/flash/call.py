@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from gossamer.kernels.base import BackwardInput
+
 TILE = 128  # queries and keys that flash-attn-4 is asked to compute together
 
 
@@ -147,38 +149,24 @@ def attend_blocks(
     )
 
 
-def differentiate_blocks(  # noqa: PLR0913 -- what a backward pass is made from
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    lists: BlockLists,
-    scale: float,
+def differentiate_blocks(
+    given: BackwardInput, lists: BlockLists, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of `attend_blocks`.
 
     Those of q are summed in no fixed order, and those of k and v where heads share them.
 
     Args:
-        q: [B, H, N, D] queries.
-        k: [B, Hk, S, D] keys.
-        v: [B, Hk, S, D] values.
-        out: [B, H, N, D], as the forward pass wrote it.
-        lse: [B, H, N] float32, likewise.
-        d_out: [B, H, N, D], the gradient of out.
-        d_lse: [B, H, N] float32, the gradient of lse; None for 0.
+        given: What the forward pass took and wrote, and the gradients of that.
         lists: Which block of keys is read by which tiles: the forward pass's lists transposed, in
             which blocks of keys and tiles of queries have changed places.
         scale: Factor on the logits, above 0.
     """
     grads = library().backward(
-        *(x.transpose(1, 2) for x in (q, k, v, out, d_out)),
-        lse,
+        *(x.transpose(1, 2) for x in (given.q, given.k, given.v, given.out, given.d_out)),
+        given.lse,
         softmax_scale=scale,
-        dlse=d_lse,
+        dlse=given.d_lse,
         **_sparsity(lists),
     )
     d_q, d_k, d_v = (x.transpose(1, 2) for x in grads)

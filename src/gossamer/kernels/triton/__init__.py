@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import UnsupportedError
-from gossamer.kernels.base import AttentionOutput, with_positive_scale
+from gossamer.kernels.base import AttentionOutput, BackwardInput, with_positive_scale
 from gossamer.kernels.triton.gradients import differentiate, reasons_against
 from gossamer.kernels.triton.launch import call_arguments, forward_configuration, row_arguments
 from gossamer.plan import KeyBlocks, SparsePlan
@@ -83,35 +83,23 @@ class TritonKernel:
                 raise UnsupportedError(f"kernel 'triton' cannot run this: {error}") from error
         return AttentionOutput(out, lse)
 
-    def backward(  # noqa: PLR0913 -- as the protocol's
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        d_out: Tensor | None,
-        d_lse: Tensor | None,
-        plan: SparsePlan,
-        scale: float,
-        *,
-        of_keys: bool,
+    def backward(
+        self, given: BackwardInput, plan: SparsePlan, scale: float, *, of_keys: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the gradients from what the forward pass left."""
-        d_out = torch.zeros_like(out) if d_out is None else d_out
-        return differentiate(q, k, v, out, lse, d_out, d_lse, plan, scale, of_keys=of_keys)
+        return differentiate(given, plan, scale, of_keys=of_keys)
 
 
 def _configuration(q: Tensor, plan: SparsePlan) -> dict[str, int] | None:
     """Return what the forward kernel is launched with, None where nothing fits the GPU."""
     keys = plan.keys
-    blocks, masks = isinstance(keys, KeyBlocks), plan.causal or plan.window is not None
-    ascends = not blocks or keys.key_order is None
+    ascends = not isinstance(keys, KeyBlocks) or keys.key_order is None
+    masks = plan.causal or plan.window is not None
     return forward_configuration(
         plan.tile,
         q.shape[-1],
         q.dtype,
-        blocks=blocks and not masks,
+        blocks=isinstance(keys, KeyBlocks) and not masks,
         hides=plan.window is not None or (plan.causal and not ascends),
         memory=_shared_memory(q.device),
     )

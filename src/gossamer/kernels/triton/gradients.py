@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gossamer.kernels.base import BackwardInput
 from gossamer.kernels.transposed import list_tiles
 from gossamer.kernels.triton.launch import (
     call_arguments,
@@ -40,18 +41,8 @@ def reasons_against(plan: SparsePlan, group: int) -> list[str]:
     return reasons
 
 
-def differentiate(  # noqa: PLR0913 -- what a backward pass is made from
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    plan: SparsePlan,
-    scale: float,
-    *,
-    of_keys: bool,
+def differentiate(
+    given: BackwardInput, plan: SparsePlan, scale: float, *, of_keys: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return the gradients of q, k and v.
 
@@ -61,13 +52,7 @@ def differentiate(  # noqa: PLR0913 -- what a backward pass is made from
     of k's shape.
 
     Args:
-        q: [B, H, N, D].
-        k: [B, Hk, S, D].
-        v: [B, Hk, S, D].
-        out: [B, H, N, D], contiguous, as the forward pass returned it.
-        lse: [B, H, N] float32, contiguous, likewise.
-        d_out: [B, H, N, D], the gradient of out.
-        d_lse: [B, H, N], the gradient of lse; None for 0.
+        given: What the forward pass took and returned, and the gradients of that.
         plan: What the forward pass ran.
         scale: Its factor on the logits.
         of_keys: Whether those of keys and values are wanted; None is returned otherwise.
@@ -75,7 +60,10 @@ def differentiate(  # noqa: PLR0913 -- what a backward pass is made from
     from gossamer.kernels.triton import backward
 
     queries, keys = (getattr(backward, f"backward_{of}") for of in ("queries", "keys"))
-    q, k, v, d_out = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v, d_out))
+    out, lse, d_lse = given.out, given.lse, given.d_lse
+    q, k, v, d_out = (
+        x if x.stride(-1) == 1 else x.contiguous() for x in (given.q, given.k, given.v, given.d_out)
+    )
     batch, heads, num_queries, dim = q.shape
     group = heads // k.shape[1]
     by_blocks = of_keys and _by_blocks(plan, group)
