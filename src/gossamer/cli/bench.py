@@ -16,6 +16,7 @@ from gossamer.cli.errors import UsageError
 from gossamer.cli.options import Json
 from gossamer.evaluation.bench.cases import CASES
 from gossamer.evaluation.bench.document import Named, Row, Run
+from gossamer.evaluation.bench.external import EXTERNAL
 from gossamer.evaluation.bench.kernels import DENSITIES, bench_kernels
 from gossamer.evaluation.bench.model import bench_model
 from gossamer.evaluation.bench.plan_cases import DEFAULT_CASES, PLAN_CASES
@@ -176,9 +177,10 @@ def _chosen(cases: str | None, known: Sequence[CaseT], default: Sequence[CaseT])
 
 def _known_kernels(text: str) -> list[str]:
     names = text.split(",")
-    unknown = sorted(set(names) - set(gs.list_kernels()))
+    known_names = [*gs.list_kernels(), *EXTERNAL]
+    unknown = sorted(set(names) - set(known_names))
     if unknown:
-        known = ", ".join(gs.list_kernels())
+        known = ", ".join(known_names)
         raise UsageError(f"unknown kernel {', '.join(unknown)!r}: known are {known}")
     return names
 

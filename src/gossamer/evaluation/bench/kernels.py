@@ -16,6 +16,7 @@ from gossamer.evaluation.bench.cases import CASES
 from gossamer.evaluation.bench.check import check_kernel, error_bound
 from gossamer.evaluation.bench.dense import DenseTimes, fastest_dense
 from gossamer.evaluation.bench.document import Row, Run, failure, run_cases
+from gossamer.evaluation.bench.external import EXTERNAL, external_kernels
 from gossamer.evaluation.bench.timing import Timing, time_call
 
 DENSITIES = (0.1, 0.2, 0.5)
@@ -37,7 +38,8 @@ def bench_kernels(
     Args:
         cases: What to run.
         densities: Shares of the keys per row, for the cases that have none of their own.
-        kernels: Names of Gossamer's kernels; None for all but the reference that run here.
+        kernels: Names of Gossamer's kernels, and of those of `external.EXTERNAL`; None for all but
+            the reference that run here.
         run: Device, file and time limit; None for the current CUDA device without either.
 
     Returns:
@@ -91,10 +93,38 @@ def _measure(
             yield {**_named(case, stage.name, kernel, q.shape[2]), **row, "rel_error": error}
             if stage.layers:
                 of_layers.append(_Measured(stage=stage, kernel=kernel, timing=timing))
+        if prepared is None:
+            yield from _external(case, stage, (q, k, v), dense, kernels, bound, run)
     if kinds and kinds == {one.stage.name for one in of_layers}:
         row = _over_layers(of_layers, dense)
         stage_name, kernel = row.pop("stage"), row.pop("kernel")
         yield {**_named(case, stage_name, kernel, q.shape[2]), **row}
+
+
+def _external(
+    case: Case,
+    stage: Stage,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    dense: DenseTimes,
+    kernels: Sequence[str] | None,
+    bound: float,
+    run: Run,
+) -> Iterator[Row]:
+    """Yield the rows of other libraries' kernels that run the plan of a stage."""
+    q, k, v = tensors
+    names = EXTERNAL if kernels is None else kernels
+    for name, call in external_kernels(q, k, v, stage.plan, names).items():
+        what = " ".join(part for part in (case.name, stage.name, name) if part)
+        run.say(f"{what} at {stage.plan.density:.3g}")
+        try:
+            error = check_kernel(name, q, k, v, stage.plan, bound, call=call)
+            row = _row(stage, time_call(call), None, dense)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as wrong:  # noqa: BLE001 -- what others raise is theirs to say
+            yield failure(what, wrong)
+            continue
+        yield {**_named(case, stage.name, name, q.shape[2]), **row, "rel_error": error}
 
 
 def _runnable(
