@@ -114,7 +114,9 @@ WIDTHS = [
 
 
 # Most draws compile a kernel of their own: few for each of many parameters, which workers share.
-@pytest.mark.parametrize(("dtype", "dim"), WIDTHS)
+@pytest.mark.parametrize(
+    ("dtype", "dim"), WIDTHS, ids=[f"{dtype}-{dim}".removeprefix("torch.") for dtype, dim in WIDTHS]
+)
 @settings(max_examples=10)
 @given(shapes(), options(), st.sampled_from([None, None, 0.3, -0.2, 0.0]))
 def test_law_1_triton_equals_the_reference(

@@ -133,13 +133,13 @@ def test_a_valid_plan_passes() -> None:
             "query_index outside -1…3",
         ),
         ({"tile_row": torch.tensor([[[0, 2]]], dtype=torch.int32)}, "tile_row outside 0…1"),
-        ({"launch_order": torch.tensor([[[0, 0]]])}, "launch_order must be a permutation"),
+        ({"launch_order": torch.tensor([[[0, 0]]]).int()}, "launch_order must be a permutation"),
         (
             {
                 "keys": gs.KeyBlocks.from_mask(
                     torch.ones(1, 1, 2, 3, dtype=torch.bool),
                     block=2,
-                    key_order=torch.tensor([[[0, 1, 2, 3, 4, 4]]]),
+                    key_order=torch.tensor([[[0, 1, 2, 3, 4, 4]]]).int(),
                 )
             },
             "key_order must name every key once",
@@ -214,3 +214,28 @@ def test_a_plan_moves_with_its_tensors() -> None:
 def test_half_a_pair_of_virtual_keys_is_refused() -> None:
     with pytest.raises(gs.PlanError, match="extra_k and extra_v come together"):
         replace(tokens().keys, extra_k=torch.randn(1, 1, 1, 4))
+
+
+@pytest.mark.parametrize("name", ["index", "count", "start"])
+def test_lists_of_another_dtype_are_refused(name: str) -> None:
+    """Kernels read what they point at as the format's integers."""
+    keys = gs.KeyTokens.from_lists(torch.arange(6).view(1, 1, 2, 3))
+    given = getattr(keys, name)
+    other = torch.int64 if given.dtype == torch.int32 else torch.int32
+    with pytest.raises(gs.PlanError, match=rf"KeyTokens.{name} is {other}, must be {given.dtype}"):
+        replace(keys, **{name: given.to(other)})
+
+
+def test_blocks_and_tiles_of_another_dtype_are_refused() -> None:
+    keys = gs.KeyBlocks.from_mask(torch.ones(1, 1, 2, 2, dtype=torch.bool), block=4)
+    with pytest.raises(gs.PlanError, match="KeyBlocks.index is torch.int64"):
+        replace(keys, index=keys.index.long())
+    plan = gs.SparsePlan(num_queries=8, num_keys=8, tile=4, keys=keys)
+    for name, wrong in (
+        ("query_index", torch.arange(8).view(1, 1, 2, 4)),
+        ("tile_row", torch.arange(2).view(1, 1, 2)),
+        ("launch_order", torch.arange(2).view(1, 1, 2)),
+        ("key_valid", torch.ones(1, 8)),
+    ):
+        with pytest.raises(gs.PlanError, match=f"SparsePlan.{name} is {wrong.dtype}"):
+            replace(plan, **{name: wrong})

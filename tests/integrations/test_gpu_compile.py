@@ -39,27 +39,44 @@ def missing(kernel: str) -> str | None:
     return None
 
 
+# Plans that no rounding of queries or keys can change: a band of blocks, groups of single keys.
+METHODS = [gs.get_method("sliding-window", density=0.4), gs.Intra(groups=4)]
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("kernel", ["hopper", "flash", "triton"])
-@pytest.mark.parametrize("method", [gs.BlockTopK(density=0.4), gs.InstaGen(density=0.4)])
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_a_wan_model_compiles_whole_with_every_kernel(
     method: gs.Method, kernel: str, backend: str
 ) -> None:
     if reason := missing(kernel):
         pytest.skip(reason)
-    arguments: dict[str, Any] = {
-        name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in inputs(LATENT).items()
+    check(method, kernel, backend, "cuda")
+
+
+def check(method: gs.Method, kernel: str, backend: str, device: str) -> None:
+    """Hold the compiled model to the eager one, and that to itself in float32."""
+    exact: dict[str, Any] = {
+        name: x.to(device) if isinstance(x, torch.Tensor) else x
+        for name, x in inputs(LATENT).items()
     }
-    for name in ("hidden_states", "encoder_hidden_states"):
-        arguments[name] = arguments[name].bfloat16()
-    model = wan(num_layers=2, attention_head_dim=64).cuda().bfloat16()
-    recipe = gs.Recipe(method=method, kernel=kernel, min_tokens=0)
-    with gs.apply(model, recipe) as handle:
-        want = run(model, arguments)
+    rounded = {
+        name: x.bfloat16() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        for name, x in exact.items()
+    }
+    model = wan(num_layers=2, attention_head_dim=64).to(device)
+    with gs.apply(model, gs.Recipe(method=method, kernel="reference", min_tokens=0)):
+        want = run(model, exact)
+    model = model.bfloat16()
+    with gs.apply(model, gs.Recipe(method=method, kernel=kernel, min_tokens=0)) as handle:
+        eager = run(model, rounded).float()
         model.compile(backend=backend, fullgraph=True)
-        got = run(model, arguments)
+        got = run(model, rounded).float()
         assert {record.kernel for record in handle.records} == {kernel}
         assert {record.path for record in handle.records} == {"sparse"}
-    # Inductor adds in another order and keeps float32 where eager rounds; both end in bfloat16.
-    error = (got.float() - want.float()).norm() / want.float().norm()
-    assert error < 2**-5
+    # Fused operations round elsewhere: both outputs are as far from float32 as bfloat16 is, and
+    # from one another at most twice that.
+    rounding = (eager - want).norm()
+    assert rounding > 0
+    assert (got - want).norm() <= 2 * rounding
+    assert (got - eager).norm() <= 2 * rounding

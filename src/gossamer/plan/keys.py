@@ -26,6 +26,23 @@ class _OnDevice:
         return replace(self, **moved)  # pyright: ignore[reportArgumentType] -- as above
 
 
+def check_dtypes(given: object, dtype: torch.dtype, *names: str) -> None:
+    """Refuse tensors of another dtype: kernels read them as what the format says they are.
+
+    Args:
+        given: What holds the tensors, or None in the place of one.
+        dtype: What they must be.
+        names: Their attributes.
+
+    Raises:
+        PlanError: Naming the tensor and both dtypes.
+    """
+    for name in names:
+        tensor = getattr(given, name)
+        if tensor is not None and tensor.dtype != dtype:
+            raise PlanError(f"{type(given).__name__}.{name} is {tensor.dtype}, must be {dtype}")
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KeyBlocks(_OnDevice):
     """Rows of whole key blocks.
@@ -44,6 +61,10 @@ class KeyBlocks(_OnDevice):
     count: Tensor
     index: Tensor
     key_order: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse lists of another dtype."""
+        check_dtypes(self, torch.int32, "count", "index", "key_order")
 
     @property
     def num_rows(self) -> int:
@@ -130,7 +151,9 @@ class KeyTokens(_OnDevice):
     extra_of: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Refuse halves of a pair."""
+        """Refuse halves of a pair, and lists of another dtype."""
+        check_dtypes(self, torch.int64, "start")
+        check_dtypes(self, torch.int32, "count", "index", "extra_of")
         if (self.extra_k is None) != (self.extra_v is None):
             raise PlanError("extra_k and extra_v come together: give both or neither")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer.errors import PlanError
 from gossamer.plan.dense import dense_weights
 from gossamer.plan.density import density
-from gossamer.plan.keys import KeyBlocks, KeyTokens
+from gossamer.plan.keys import KeyBlocks, KeyTokens, check_dtypes
 from gossamer.plan.validate import validate
 
 
@@ -57,7 +57,9 @@ class SparsePlan:
     window: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no attention has."""
+        """Refuse sizes that no attention has, and tensors of another dtype."""
+        check_dtypes(self, torch.int32, "query_index", "tile_row", "launch_order")
+        check_dtypes(self, torch.bool, "key_valid")
         if min(self.num_queries, self.num_keys) < 0 or self.tile < 1:
             raise PlanError(
                 f"num_queries={self.num_queries}, num_keys={self.num_keys}, tile={self.tile}: "

@@ -190,7 +190,7 @@ def _claim(claimed_ptr, table_ptr, sizes, total):
     """
     slot = gl.atomic_add(claimed_ptr, 1)
     place = find_place(table_ptr, gl.minimum(slot, total - 1), sizes)
-    while (slot < total) & (place[4] < 0):
+    while (slot < total) & (place[4] < 0):  # its length: no query stands there
         slot = gl.atomic_add(claimed_ptr, 1)
         place = find_place(table_ptr, gl.minimum(slot, total - 1), sizes)
     return slot, place

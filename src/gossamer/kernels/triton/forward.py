@@ -1,4 +1,4 @@
-"""The forward kernel: one program per query tile, walking the tile's key row."""
+"""The forward kernel: a program for each query tile, or part of one, walks the tile's key row."""
 
 # pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913, C901, SIM102 -- a kernel takes flat arguments, its types are

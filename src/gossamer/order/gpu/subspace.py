@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gossamer.select.gpu.decide import absorb
+from gossamer.group.gpu.counter import absorb
 
 _LONGEST = tl.constexpr((1 << 31) - 1)
 _TURN = tl.constexpr(6.283185307179586)

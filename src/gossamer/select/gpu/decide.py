@@ -8,6 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gossamer.group.gpu.counter import absorb
+
 _LOW = tl.constexpr((1 << 32) - 1)
 
 
@@ -263,21 +265,6 @@ def tables_of_draws(
     tl.store(begin_ptr + at, begin, mask=inside)
     tl.store(pi_ptr + at, pi, mask=inside)
     tl.store(log_weight_ptr + at, (-log_pi).to(tl.float32), mask=inside)
-
-
-@triton.jit
-def _mix(x):
-    """Scramble 64 bits as `gossamer.counter` does."""
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def absorb(state, key):
-    """Return the counter's state after one more key."""
-    word = _mix(key.to(tl.uint64) + 0x9E3779B97F4A7C15)
-    return _mix((state ^ word) + 0x9E3779B97F4A7C15)
 
 
 @triton.jit(do_not_specialize=["upper", "lower", "num_rows"])
