@@ -11,6 +11,7 @@ import torch
 
 from gossamer.call import Call
 from gossamer.group import Clusters, Draw, Sorted, kmeans, sort_by_group
+from gossamer.group.antidiagonal import Strides, antidiagonal_mass
 from gossamer.group.pddp import pddp
 from gossamer.methods.mc_sparse import MCSparse
 from gossamer.order import WaveAlign
@@ -513,3 +514,21 @@ def test_wavealign_is_not_compiled_anew_for_other_lengths() -> None:
             plan = wavealign_plan(tiles, rows, blocks=blocks).to("cuda")
             WaveAlign(skip="never").order(plan)
         assert not known or variants() == before
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [4096, 4001])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_antidiagonal_masses_of_halves_are_those_of_float32(
+    dtype: torch.dtype, length: int, causal: bool
+) -> None:
+    """One product on the tensor cores; only the means of missing tokens are rounded."""
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(2, 4, length, 64, generator=generator).to(dtype)
+    k = torch.randn(2, 2, length, 64, generator=generator).to(dtype)
+    valid = torch.rand(2, length, generator=generator) < 0.9
+    strides = Strides(stride=16, tile=128, block=128, scale=0.125, causal=causal)
+    want = antidiagonal_mass(q.float(), k.float(), strides, valid_q=valid, valid_k=valid)
+    there = valid.cuda()
+    got = antidiagonal_mass(q.cuda(), k.cuda(), strides, valid_q=there, valid_k=there)
+    torch.testing.assert_close(got.cpu(), want, rtol=1e-2, atol=1e-5)

@@ -271,3 +271,18 @@ def test_scale_and_half_precision() -> None:
 def test_bad_parameters_are_refused(params: dict[str, float], message: str) -> None:
     with pytest.raises(gs.PlanError, match=message):
         XAttention(**params)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("length", [64, 61])
+@pytest.mark.parametrize(("begin", "end"), [(0, 16), (3, 9), (9, 16)])
+def test_rows_of_groups_hold_their_phases(padded: bool, length: int, begin: int, end: int) -> None:
+    """What one product on a GPU reads is what the products of the phases read."""
+    x = torch.randn(2, 3, length, 5)
+    valid = torch.rand(2, length) < 0.6 if padded else None
+    groups = antidiagonal._Groups(x, 4, valid)
+    phases = torch.stack([groups.phase(at, begin, end) for at in range(4)], dim=3)
+    rows = groups.rows(begin, end, backwards=False)
+    torch.testing.assert_close(rows, phases.flatten(3))
+    rows = groups.rows(begin, end, backwards=True)
+    torch.testing.assert_close(rows, phases.flip(3).flatten(3))

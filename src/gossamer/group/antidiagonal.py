@@ -54,6 +54,25 @@ class _Groups:
             x = torch.where(there, x, means[:, :, : x.shape[2]])
         return torch.cat([x, means[:, :, x.shape[2] :]], dim=2)
 
+    def rows(self, begin: int, end: int, *, backwards: bool) -> Tensor:
+        """Return groups begin…end - 1 as rows of all their tokens, [B, H, groups, stride * D].
+
+        In the tokens' dtype, which the means of missing ones are rounded to.
+        """
+        x = self.x[:, :, begin * self.stride : end * self.stride]
+        if self.means is not None:
+            missing = (end - begin) * self.stride - x.shape[2]
+            x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+            place = torch.arange(begin * self.stride, end * self.stride, device=x.device)
+            there = (place < self.x.shape[2])[None]
+            if self.valid is not None:
+                valid = torch.nn.functional.pad(self.valid, (0, missing))
+                there = there & valid[:, begin * self.stride : end * self.stride]
+            means = self.means[:, :, begin:end].to(x.dtype).repeat_interleave(self.stride, dim=2)
+            x = torch.where(there[:, None, :, None], x, means)
+        x = x.unflatten(2, (-1, self.stride))
+        return (x.flip(3) if backwards else x).flatten(3)
+
 
 def antidiagonal_mass(
     q: Tensor, k: Tensor, strides: Strides, *, valid_q: Tensor | None, valid_k: Tensor | None
@@ -113,12 +132,24 @@ def _logits(queries: _Groups, keys: _Groups, begin: int, end: int) -> Tensor:
     batch, heads = queries.x.shape[:2]
     kv_heads = keys.x.shape[1]
     rows = heads // kv_heads * (end - begin)
+    if _sums_halves_in_float32(queries.x):
+        # One product over all places, on the tensor cores.
+        x = queries.rows(begin, end, backwards=True).reshape(batch * kv_heads, rows, -1)
+        y = keys.rows(0, keys.number, backwards=False).flatten(0, 1)
+        product = torch.bmm(x, y.mT, out_dtype=torch.float32)
+        return product.view(batch, heads, end - begin, keys.number)
     logits = queries.x.new_zeros(batch * kv_heads, rows, keys.number, dtype=torch.float32)
     for at in range(queries.stride):
         x = queries.phase(queries.stride - 1 - at, begin, end)  # [B, H, n, D]
         x = x.reshape(batch * kv_heads, rows, -1)
         logits.baddbmm_(x, keys.phase(at, 0, keys.number).flatten(0, 1).mT)
     return logits.view(batch, heads, end - begin, keys.number)
+
+
+def _sums_halves_in_float32(x: Tensor) -> bool:
+    """Return whether torch multiplies matrices of this dtype here and gives float32."""
+    halves = x.dtype in (torch.bfloat16, torch.float16)
+    return halves and x.device.type == "cuda" and torch.version.cuda is not None
 
 
 def _sizes(valid: Tensor | None, length: int, size: int, device: torch.device) -> Tensor:
