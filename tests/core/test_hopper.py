@@ -192,7 +192,7 @@ def test_simulated_a_launch_order_changes_no_bit(blocks: bool) -> None:
     assert torch.equal(got.lse, want.lse)
 
 
-@pytest.mark.parametrize("block", [16, 32, 64, 128])
+@pytest.mark.parametrize("block", [32, 64, 128])
 @pytest.mark.parametrize("beside", [False, True], ids=["heads above", "heads beside"])
 def test_simulated_it_copies_whole_blocks_at_once(block: int, beside: bool) -> None:
     """From heads that lie above or beside one another, as diffusers has them."""

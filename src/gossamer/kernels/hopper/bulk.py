@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer.plan import KeyBlocks, SparsePlan
 
 _STEP = 128  # keys that the kernel takes at once
-_LEAST = 16  # keys per copy: two rows of eight, in which shared memory is swizzled
+_LEAST = 32  # keys per copy: 16 of 16 keys a step take longer than threads that copy rows
 
 
 class Bulk(NamedTuple):
@@ -36,8 +36,8 @@ def bulk_matrices(k: Tensor, v: Tensor, plan: SparsePlan) -> Bulk:
     Args:
         k: [B, Hk, S, D] keys, D dense, rows aligned to 16 bytes.
         v: [B, Hk, S, D] values.
-        plan: Blocks of another order, with padding, or of a size that does not divide a step are
-            gathered key by key.
+        plan: Blocks of another order, with padding, of fewer than 32 keys or of a size that does
+            not divide a step are gathered key by key.
     """
     keys = plan.keys
     if not isinstance(keys, KeyBlocks) or keys.key_order is not None or plan.key_valid is not None:
