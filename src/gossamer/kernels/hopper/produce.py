@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from gossamer.kernels.hopper.walk import (
     BIAS,
     STEP,
-    find_head,
     find_keys,
     find_place,
     find_queries,
@@ -77,7 +76,10 @@ def _copy_keys(
     smem,
     full,
     key,
-    rows,
+    row,
+    stride,
+    extra_row,
+    num_keys,
     layout: gl.constexpr,
     D: gl.constexpr,
     HAS_EXTRA: gl.constexpr,
@@ -85,7 +87,6 @@ def _copy_keys(
     WIDE: gl.constexpr,
 ):
     """Copy a step's rows into shared memory and have each thread arrive behind its copies."""
-    row, stride, extra_row, num_keys = rows
     dim = gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
     at = _rows(key, row, stride, extra_row, num_keys, D, HAS_EXTRA, WIDE)[:, None] + dim
     if IS_MASKED:
@@ -194,13 +195,15 @@ def _note(
 
 
 @gluon.jit
-def _pass_by(slot, claimed_ptr, table_ptr, sizes, total):
-    """Return a claimed launch slot and its place, or the next ones where no query stands there.
+def _claim(claimed_ptr, table_ptr, sizes, total):
+    """Return the next launch slot that nobody has claimed, and its place.
 
-    Behind the last slot comes its place again, which nobody attends.
+    Tiles without a query are passed by. Behind the last slot comes its place again, which nobody
+    attends.
     """
+    slot = gl.atomic_add(claimed_ptr, 1)
     place = find_place(table_ptr, gl.minimum(slot, total - 1), sizes)
-    while (slot < total) & (place[4] < 0):  # its length
+    while (slot < total) & (place[4] < 0):  # its length: no query stands there
         slot = gl.atomic_add(claimed_ptr, 1)
         place = find_place(table_ptr, gl.minimum(slot, total - 1), sizes)
     return slot, place
@@ -281,11 +284,8 @@ def produce(
         if HAS_EXTRA:
             extra_k_row = extra_k_ptr + batch * extra_b + kv_head * extra_h
             extra_v_row = extra_v_ptr + batch * extra_b + kv_head * extra_h
-        k_rows = (k_row, k_step, extra_k_row, num_keys)
-        v_rows = (v_row, v_step, extra_v_row, num_keys)
         stage = step % STAGES
         phase = ((step // STAGES) & 1) ^ 1
-        slot = gl.atomic_add(claimed_ptr, 1)  # tiles differ in length: who begins one claims one
         if IS_MASKED:
             coming = gl.where(is_read(coming, valid, batch, num_keys), coming, -1)
         key = _spread(coming * k_n if ARE_OFFSETS else coming, key_smem, layout, per_thread)
@@ -297,72 +297,27 @@ def produce(
             k_smem.index(stage),
             k_full.index(stage),
             key,
-            k_rows,
+            k_row,
+            k_step,
+            extra_k_row,
+            num_keys,
             layout,
             D,
             HAS_EXTRA,
             IS_MASKED,
             WIDE,
         )
-        if k_desc is not None:
-            mbarrier.wait(v_empty.index(stage), phase)
-            _copy_keys(
-                v_smem.index(stage),
-                v_full.index(stage),
-                key,
-                v_rows,
-                layout,
-                D,
-                HAS_EXTRA,
-                IS_MASKED,
-                WIDE,
-            )
-        for part in gl.static_range(2):
-            if part == 1:
-                # What the next tile begins with is on its way some steps into this one, when the
-                # consumers are done with the tile before and the slot claimed has come.
-                place, claimed = _pass_by(slot, claimed_ptr, table_ptr, sizes, total)
-                next_tile, next_head, next_batch, next_first, next_length = claimed[:5]
-                next_real = claimed[6]
-                tell_slot(slot_smem.index(turn % 2), s_full.index(turn % 2), place)
-                here = find_queries(next_tile, lane, next_head, next_batch, query, num_queries)
-                turn += 1
-                q_stage = turn % 2
-                mbarrier.wait(q_empty.index(q_stage), ((turn // 2) & 1) ^ 1)
-                q_row = q_ptr + next_batch * q_b + next_head * q_h
-                _copy_queries(
-                    q_smem.index(q_stage),
-                    q_full.index(q_stage),
-                    here,
-                    q_row,
-                    q_n,
-                    key_smem,
-                    layout,
-                    D,
-                )
-                next_begin = last_step(next_length)
-                next_keys = find_keys(
-                    index_ptr,
-                    order,
-                    next_head,
-                    next_batch,
-                    next_first,
-                    next_begin + lane,
-                    next_length,
-                    BLOCK,
-                )
-                if weight_ptr is not None:
-                    next_weight = _weights(
-                        weight_ptr, next_first, next_begin, next_length, bias_layout
-                    )
-            if k_desc is None:
-                # Steps that may hold a virtual key choose where it lies; those before know it.
+        # Tiles differ in length, so each program claims its next one when it begins one.
+        place, claimed = _claim(claimed_ptr, table_ptr, sizes, total)
+        next_tile, next_head, next_batch, next_first, next_length, _seen, next_real = claimed
+        tell_slot(slot_smem.index(turn % 2), s_full.index(turn % 2), place)
+        here = find_queries(next_tile, lane, next_head, next_batch, query, num_queries)
+        if k_desc is None:
+            # Steps that may hold a virtual key choose where it lies; those before know it.
+            for is_mixed in gl.static_range(1 if HAS_EXTRA else 0, -1, -1):
                 least = STEP
-                if part == 0:
-                    least = begin - STAGES * STEP
-                    if HAS_EXTRA:
-                        least = gl.minimum(least, real - STEP + 1)
-                    least = gl.maximum(least, STEP)
+                if is_mixed:
+                    least = gl.maximum(real - STEP + 1, STEP)
                 while begin >= least:
                     # The next step's keys are on their way while this one waits for its stage.
                     begin -= STEP
@@ -376,10 +331,13 @@ def produce(
                         v_smem.index(stage),
                         v_full.index(stage),
                         key,
-                        v_rows,
+                        v_row,
+                        v_step,
+                        extra_v_row,
+                        num_keys,
                         layout,
                         D,
-                        HAS_EXTRA and part == 0,
+                        is_mixed > 0,
                         IS_MASKED,
                         WIDE,
                     )
@@ -407,26 +365,52 @@ def produce(
                         k_smem.index(stage),
                         k_full.index(stage),
                         key,
-                        k_rows,
+                        k_row,
+                        k_step,
+                        extra_k_row,
+                        num_keys,
                         layout,
                         D,
-                        HAS_EXTRA and part == 0,
+                        is_mixed > 0,
                         IS_MASKED,
                         WIDE,
                     )
-        if k_desc is None:
-            mbarrier.wait(v_empty.index(stage), phase)
-            _copy_keys(
-                v_smem.index(stage),
-                v_full.index(stage),
-                key,
-                v_rows,
-                layout,
-                D,
-                HAS_EXTRA,
-                IS_MASKED,
-                WIDE,
-            )
+        # The next tile's queries and first keys are on their way before it begins.
+        turn += 1
+        q_stage = turn % 2
+        mbarrier.wait(q_empty.index(q_stage), ((turn // 2) & 1) ^ 1)
+        q_row = q_ptr + next_batch * q_b + next_head * q_h
+        _copy_queries(
+            q_smem.index(q_stage), q_full.index(q_stage), here, q_row, q_n, key_smem, layout, D
+        )
+        next_begin = last_step(next_length)
+        coming = find_keys(
+            index_ptr,
+            order,
+            next_head,
+            next_batch,
+            next_first,
+            next_begin + lane,
+            next_length,
+            BLOCK,
+        )
+        if weight_ptr is not None:
+            weight = _weights(weight_ptr, next_first, next_begin, next_length, bias_layout)
+        mbarrier.wait(v_empty.index(stage), phase)
+        _copy_keys(
+            v_smem.index(stage),
+            v_full.index(stage),
+            key,
+            v_row,
+            v_step,
+            extra_v_row,
+            num_keys,
+            layout,
+            D,
+            HAS_EXTRA,
+            IS_MASKED,
+            WIDE,
+        )
         step += 1
         if k_desc is not None:
             # Steps before the last hold whole blocks alone, which bulk copies take.
@@ -451,14 +435,13 @@ def produce(
                 mbarrier.wait(v_empty.index(stage), phase)
                 _fill(v_smem.index(stage), v_full.index(stage), v_desc, blocks, row, col, D, BLOCK)
                 step += 1
-        head, batch = find_head(gl.minimum(place, total - 1), sizes)
+        tile = next_tile
+        head = next_head
+        batch = next_batch
         first = next_first
         length = next_length
         real = next_real
-        begin = last_step(length)
-        coming = next_keys
-        if weight_ptr is not None:
-            weight = next_weight
+        begin = next_begin
     # The consumers multiply once more, for the tile behind the last, by whatever the stage holds.
     stage = step % STAGES
     mbarrier.wait(k_empty.index(stage), ((step // STAGES) & 1) ^ 1)

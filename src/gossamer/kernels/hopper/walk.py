@@ -22,28 +22,21 @@ _UNREAD = gl.constexpr((1 << 30) - 1)  # marks what is not read: behind every po
 
 
 @gluon.jit
-def find_head(slot, sizes):
-    """Return a slot's head and batch row."""
-    num_tiles, num_heads = sizes
-    head = ((slot // num_tiles) % num_heads).to(gl.int64)
-    batch = (slot // num_tiles // num_heads).to(gl.int64)
-    return head, batch
-
-
-@gluon.jit
 def find_place(table_ptr, slot, sizes):
     """Return a slot's tile, head and batch row, and its key row as `places.py` has it.
 
     Of the row: where it begins, how many entries the tile reads, from which and up to which of
     these every query of the tile sees all, and how many come before the first virtual key.
     """
+    num_tiles, num_heads = sizes
     row = table_ptr + slot * _WIDTH
     tile = gl.load(row).to(gl.int32)
     first = gl.load(row + 1)
     length = gl.load(row + 2).to(gl.int32)
     seen = (gl.load(row + 3).to(gl.int32), gl.load(row + 4).to(gl.int32))
     real = gl.load(row + 5).to(gl.int32)
-    head, batch = find_head(slot, sizes)
+    head = ((slot // num_tiles) % num_heads).to(gl.int64)
+    batch = (slot // num_tiles // num_heads).to(gl.int64)
     return tile, head, batch, first, length, seen, real
 
 
