@@ -21,6 +21,7 @@ from gossamer.kernels import (
 from gossamer.methods import Method, check_method, check_tensors
 from gossamer.plan import KeyBlocks, SparsePlan
 from gossamer.plan.flat import flatten, unflatten
+from gossamer.plan.validate import check_rows
 
 _methods: dict[Method, int] = {}  # methods that compiled graphs name by number
 
@@ -51,7 +52,8 @@ def attend(
         The output [B, H, N, D] in q's dtype and the log-sum-exp [B, H, N] in float32.
 
     Raises:
-        PlanError: The plan was made for other lengths, batch or heads.
+        PlanError: The plan was made for other lengths, batch or heads. On a CPU also: a row does
+            not ascend, or lists what does not exist; a GPU would have to wait (`plan.validate()`).
         UnsupportedError: The kernel asked for cannot run this, with its reasons.
     """
     check_tensors(q, k, v)
@@ -65,6 +67,8 @@ def attend(
     if gradients and (not torch.compiler.is_compiling() or _any_requires_grad(tensors)):
         chosen = choose_kernel(q, k, v, plan, kernel, gradients=True)
         if isinstance(chosen, ReferenceKernel):
+            if q.device.type == "cpu":
+                check_rows(plan)
             # Beyond the op: torch itself differentiates it, twice if asked to, and with respect to
             # weights and virtual keys as well. No graph takes it whole.
             return chosen.run(q, k, v, plan, factor)
@@ -174,6 +178,8 @@ def _attend_op(
 ) -> tuple[Tensor, Tensor]:
     """Run a flattened plan; `gradients` says whether a backward pass may follow."""
     whole = unflatten(plan, numbers)
+    if q.device.type == "cpu":  # on a GPU it would wait
+        check_rows(whole)
     chosen = choose_kernel(q, k, v, whole, kernel, gradients=gradients)
     out, lse = chosen.run(q, k, v, whole, scale)
     return out.contiguous(), lse.contiguous()

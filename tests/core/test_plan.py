@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import gossamer as gs
 from cases import Options, Shape, options, random_plan, shapes
@@ -149,6 +150,60 @@ def test_a_valid_plan_passes() -> None:
 def test_an_invalid_plan_is_refused_with_the_law(changes: dict[str, object], law: str) -> None:
     with pytest.raises(gs.PlanError, match=law):
         tokens(**changes).validate()
+
+
+def blocks(index: list[int], count: int) -> gs.KeyBlocks:
+    """Return rows of blocks of 2 keys, the same for two tiles."""
+    return gs.KeyBlocks(
+        block=2,
+        count=torch.full((1, 1, 2), count, dtype=torch.int32),
+        index=torch.tensor(index, dtype=torch.int32).expand(1, 1, 2, -1),
+    )
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("kernel", ["auto", "reference"])
+@pytest.mark.parametrize(
+    ("keys", "law"),
+    [
+        (listing([[0, 2, 1], [1, 2, 3]]), "key indices must ascend and be unique"),
+        (listing([[0, 2, 2], [1, 2, 3]]), "key indices must ascend and be unique"),
+        (listing([[0, 2, 6], [1, 2, 3]]), "a key index outside 0…5"),
+        (listing([[0, 2, 5], [1, 2, 3]], [3, 4]), "a row outside the pool"),
+        (blocks([1, 0], 2), "block indices must ascend and be unique"),
+        (blocks([1, 1], 2), "block indices must ascend and be unique"),
+        (blocks([0, 3], 2), "a block index outside 0…2"),
+        (blocks([0, 1], 3), "a count above the index's width"),
+    ],
+)
+def test_attend_refuses_rows_that_break_the_format(
+    keys: gs.KeyBlocks | gs.KeyTokens, law: str, kernel: str, requires_grad: bool
+) -> None:
+    q = torch.randn(1, 1, 4, 16, requires_grad=requires_grad)
+    x = torch.randn(1, 1, 6, 16)
+    with pytest.raises(gs.PlanError, match=law):
+        gs.attend(q, x, x, tokens(keys=keys), kernel=kernel)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_attend_refuses_exactly_the_rows_that_do_not_ascend(data: st.DataObject) -> None:
+    """Rows share entries and stand in any order; what falls between two rows is no fault."""
+    pool = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=8))
+    place = st.integers(0, len(pool)).flatmap(
+        lambda start: st.tuples(st.just(start), st.integers(0, len(pool) - start))
+    )
+    rows = data.draw(st.lists(place, min_size=3, max_size=3))
+    start, count = (torch.tensor(x)[None, None] for x in zip(*rows, strict=True))
+    keys = gs.KeyTokens(start=start, count=count.int(), index=torch.tensor(pool).int())
+    plan = gs.SparsePlan(num_queries=6, num_keys=6, tile=2, keys=keys)
+    x = torch.randn(1, 1, 6, 16)
+    listed = [pool[begin : begin + length] for begin, length in rows]
+    if all(row == sorted(set(row)) for row in listed):
+        gs.attend(x, x, x, plan)
+    else:
+        with pytest.raises(gs.PlanError, match="must ascend and be unique"):
+            gs.attend(x, x, x, plan)
 
 
 def test_a_plan_for_other_lengths_is_refused_with_both() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,8 +9,8 @@ from torch import Tensor
 
 from gossamer.errors import PlanError
 from gossamer.plan.density import count_keys, count_visible
-from gossamer.plan.keys import KeyBlocks
-from gossamer.plan.rows import expand, read_rows, tile_queries, tile_rows
+from gossamer.plan.keys import KeyBlocks, KeyTokens
+from gossamer.plan.rows import expand, tile_queries, tile_rows
 
 if TYPE_CHECKING:
     from gossamer.plan.plan import SparsePlan
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 def validate(plan: SparsePlan) -> None:
     """Raise PlanError for the first law that `plan` breaks."""
     _check_tiles(plan)
-    _check_rows(plan)
+    check_rows(plan)
     _check_launch_order(plan)
     _check_coverage(plan)
 
@@ -49,12 +48,16 @@ def _check_tiles(plan: SparsePlan) -> None:
         _require(fits, f"tile_row outside 0…{plan.keys.num_rows - 1}")
 
 
-def _check_rows(plan: SparsePlan) -> None:
-    """Counts fit their storage; indices are in range, ascending and unique."""
+def check_rows(plan: SparsePlan) -> None:
+    """Raise PlanError where counts do not fit their storage, or indices do not ascend in range.
+
+    Waits for the plan's device.
+    """
     keys = plan.keys
     if isinstance(keys, KeyBlocks):
-        _require(keys.count.min() >= 0, "a negative block count")
-        _require(keys.count.max() <= keys.index.shape[-1], "a count above the index's width")
+        _require((keys.count >= 0).all(), "a negative block count")
+        fits = (keys.count <= keys.index.shape[-1]).all()
+        _require(fits, "a count above the index's width")
         kept = torch.arange(keys.index.shape[-1], device=plan.device) < keys.count[..., None]
         limit = keys.num_blocks(plan.num_keys)
         inside = (keys.index >= 0) & (keys.index < limit)
@@ -73,22 +76,21 @@ def _check_rows(plan: SparsePlan) -> None:
         _require(inside, f"a key index outside 0…{limit - 1}")
     if plan.causal:
         _require(keys.num_extra == 0, "virtual keys have no position, so no causal form")
-    batch, heads = plan.batch, plan.heads
-    flat = torch.arange(batch * heads * keys.num_rows, device=plan.device)
-    bare = _without_masks(plan)
-    rows = read_rows(
-        bare, flat // (heads * keys.num_rows), flat // keys.num_rows % heads, flat % keys.num_rows
-    )
-    rising = (rows.index[:, 1:] > rows.index[:, :-1]) | ~rows.listed[:, 1:]
-    _require(rising.all(), "key indices must ascend and be unique in a row")
+    _require(_ascends(keys), "key indices must ascend and be unique in a row")
 
 
-def _without_masks(plan: SparsePlan) -> SparsePlan:
-    """Return the plan as it is listed: padding and weights of 0 do not hide entries."""
-    keys = plan.keys
-    if not isinstance(keys, KeyBlocks):
-        keys = replace(keys, log_weight=None)
-    return replace(plan, key_valid=None, keys=keys)
+def _ascends(keys: KeyTokens) -> bool:
+    """Return whether every row of the pool ascends; rows may share entries."""
+    falls = keys.index[1:] <= keys.index[:-1]  # entry i + 1 is not above entry i
+    if not bool(falls.any()):
+        return True
+    start, count = (x.flatten().long() for x in (keys.start, keys.count))
+    inner = (count > 1).int()
+    cover = torch.zeros(keys.index.numel() + 1, dtype=torch.int32, device=keys.index.device)
+    cover.index_add_(0, start + inner, inner)
+    cover.index_add_(0, start + count, -inner)
+    inside = cover.cumsum(0)[1:-1] > 0  # entry i + 1 follows entry i in a row
+    return not bool((falls & inside).any())
 
 
 def _check_key_order(plan: SparsePlan, key_order: Tensor) -> None:
