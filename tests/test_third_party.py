@@ -47,3 +47,25 @@ def test_it_is_listed_behind_gossamers_own(installed: dict[str, str]) -> None:
 def test_it_passes_the_laws(installed: dict[str, str]) -> None:
     out = run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
     assert "9 passed" in out
+
+
+def test_one_that_does_not_load_is_left_out_with_its_name(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
+    """The others go on working, of this package and of the broken one's neighbours."""
+    info = tmp_path / "broken-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[gossamer.methods]\nbroken = no_such_module:X\n")
+    both = {**installed, "PYTHONPATH": os.pathsep.join([installed["PYTHONPATH"], str(tmp_path)])}
+    code = """
+import warnings
+import gossamer as gs
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    names = gs.list_methods()
+print("broken" in names, "near-frames" in names, "svg2" in names, [str(w.message) for w in caught])
+"""
+    said = run(both, "-c", code)
+    assert said.startswith("False True True")
+    assert "'broken' (no_such_module:X) of another package does not load" in said

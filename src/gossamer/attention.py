@@ -21,7 +21,7 @@ from gossamer.kernels import (
 from gossamer.methods import Method, check_method, check_tensors
 from gossamer.plan import KeyBlocks, SparsePlan
 from gossamer.plan.flat import flatten, unflatten
-from gossamer.plan.validate import check_rows
+from gossamer.plan.validate import check_lists, check_shapes
 
 _methods: dict[Method, int] = {}  # methods that compiled graphs name by number
 
@@ -52,8 +52,9 @@ def attend(
         The output [B, H, N, D] in q's dtype and the log-sum-exp [B, H, N] in float32.
 
     Raises:
-        PlanError: The plan was made for other lengths, batch or heads. On a CPU also: a row does
-            not ascend, or lists what does not exist; a GPU would have to wait (`plan.validate()`).
+        PlanError: The plan was made for other lengths, batch or heads, or its tensors do not fit
+            one another. On a CPU also: a row does not ascend, or tiles or rows name what does not
+            exist; a GPU would have to wait (`plan.validate()`).
         UnsupportedError: The kernel asked for cannot run this, with its reasons.
     """
     check_tensors(q, k, v)
@@ -68,7 +69,7 @@ def attend(
         chosen = choose_kernel(q, k, v, plan, kernel, gradients=True)
         if isinstance(chosen, ReferenceKernel):
             if q.device.type == "cpu":
-                check_rows(plan)
+                check_lists(plan)
             # Beyond the op: torch itself differentiates it, twice if asked to, and with respect to
             # weights and virtual keys as well. No graph takes it whole.
             return chosen.run(q, k, v, plan, factor)
@@ -139,7 +140,10 @@ _number_of._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMembe
 
 
 def _check_fit(q: Tensor, k: Tensor, plan: SparsePlan) -> None:
-    """Refuse a plan that was made for other tensors."""
+    """Refuse what is no plan, or one that was made for other tensors."""
+    if not isinstance(plan, SparsePlan):
+        hint = "sparse_attention takes a method, attend its plan: method.plan(q, k, v, Call())"
+        raise PlanError(f"plan is a {type(plan).__name__}, must be a SparsePlan; {hint}")
     if (plan.num_queries, plan.num_keys) != (q.shape[2], k.shape[2]):
         raise PlanError(
             f"the plan is for {plan.num_queries} queries and {plan.num_keys} keys, but q has "
@@ -158,6 +162,7 @@ def _check_fit(q: Tensor, k: Tensor, plan: SparsePlan) -> None:
         )
     if plan.device != q.device:
         raise PlanError(f"the plan is on {plan.device}, q on {q.device}: use plan.to(q.device)")
+    check_shapes(plan)
 
 
 def _any_requires_grad(plan: list[Tensor | None]) -> bool:
@@ -179,7 +184,7 @@ def _attend_op(
     """Run a flattened plan; `gradients` says whether a backward pass may follow."""
     whole = unflatten(plan, numbers)
     if q.device.type == "cpu":  # on a GPU it would wait
-        check_rows(whole)
+        check_lists(whole)
     chosen = choose_kernel(q, k, v, whole, kernel, gradients=gradients)
     out, lse = chosen.run(q, k, v, whole, scale)
     return out.contiguous(), lse.contiguous()

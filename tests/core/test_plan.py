@@ -120,7 +120,7 @@ def test_a_valid_plan_passes() -> None:
         ({"keys": listing([[0, 2], [1, 6]])}, "a key index outside 0…5"),
         ({"keys": listing([[0, 2], [1, 3]], [2, 0])}, "query 2 .* reads no key though it sees 6"),
         ({"keys": listing([[0, 2], [1, 3]], [2, 3])}, "a row outside the pool"),
-        ({"keys": listing([[0, 2]])}, "tile_row outside 0…0"),
+        ({"keys": listing([[0, 2]])}, "1 key rows for 2 tiles"),
         (
             {"query_index": torch.tensor([[[[0, 1], [1, 3]]]], dtype=torch.int32)},
             "every query must stand in exactly one tile",
@@ -183,6 +183,50 @@ def test_attend_refuses_rows_that_break_the_format(
     x = torch.randn(1, 1, 6, 16)
     with pytest.raises(gs.PlanError, match=law):
         gs.attend(q, x, x, tokens(keys=keys), kernel=kernel)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("changes", "law"),
+    [
+        ({"keys": listing([[0, 2]])}, "1 key rows for 2 tiles"),
+        ({"tile": 1}, "2 key rows for 4 tiles"),
+        ({"tile_row": torch.zeros(1, 1, 3).int()}, "tile_row names 3 of 2 tiles"),
+        ({"query_index": torch.zeros(1, 1, 2, 3).int()}, "query_index holds 3 a tile of 2"),
+        ({"launch_order": torch.zeros(1, 1, 3).int()}, "permutation of the 2 tiles"),
+        ({"key_valid": torch.ones(1, 7, dtype=torch.bool)}, "key_valid is of 7 keys, not 6"),
+    ],
+)
+def test_attend_refuses_tensors_that_do_not_fit_one_another(
+    changes: dict[str, object], law: str, device: str
+) -> None:
+    """On any device: shapes need no look at what a tensor holds."""
+    plan = tokens(**changes).to(device)
+    q, x = torch.randn(1, 1, 4, 16, device=device), torch.randn(1, 1, 6, 16, device=device)
+    with pytest.raises(gs.PlanError, match=law):
+        gs.attend(q, x, x, plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "law"),
+    [
+        ({"tile_row": torch.tensor([[[0, 2]]]).int()}, "tile_row outside 0…1"),
+        ({"query_index": torch.tensor([[[[0, 1], [2, 9]]]]).int()}, "query_index outside -1…3"),
+        ({"query_index": torch.zeros(1, 1, 2, 2).int()}, "must stand in exactly one tile"),
+        ({"launch_order": torch.zeros(1, 1, 2).int()}, "permutation of the 2 tiles"),
+    ],
+)
+def test_attend_refuses_tiles_that_break_the_format(changes: dict[str, object], law: str) -> None:
+    q, x = torch.randn(1, 1, 4, 16), torch.randn(1, 1, 6, 16)
+    with pytest.raises(gs.PlanError, match=law):
+        gs.attend(q, x, x, tokens(**changes))
+
+
+@pytest.mark.parametrize("given", ["svg2", gs.get_method("svg2"), None])
+def test_attend_refuses_what_is_no_plan(given: object) -> None:
+    x = torch.randn(1, 1, 4, 16)
+    with pytest.raises(gs.PlanError, match="must be a SparsePlan; sparse_attention takes a method"):
+        gs.attend(x, x, x, given)  # type: ignore[arg-type]
 
 
 @settings(max_examples=200)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, MutableMapping
 from dataclasses import dataclass, fields, replace
@@ -247,9 +248,18 @@ def register(cls: MethodClass) -> MethodClass:
 
 @cache
 def _load_entry_points() -> None:
-    """Register the methods of other installed packages, once."""
+    """Register the methods of other installed packages, once; what does not load is left out."""
     for entry in entry_points(group=_ENTRY_POINTS):
-        register(entry.load())
+        try:
+            cls = entry.load()
+        except Exception as error:  # noqa: BLE001 -- theirs, whatever it is
+            warnings.warn(
+                f"the method {entry.name!r} ({entry.value}) of another package does not load and "
+                f"is left out: {type(error).__name__}: {error}",
+                stacklevel=3,
+            )
+            continue
+        register(cls)
 
 
 def list_methods() -> list[str]:

@@ -18,10 +18,38 @@ if TYPE_CHECKING:
 
 def validate(plan: SparsePlan) -> None:
     """Raise PlanError for the first law that `plan` breaks."""
-    _check_tiles(plan)
-    check_rows(plan)
-    _check_launch_order(plan)
+    check_lists(plan)
     _check_coverage(plan)
+
+
+def check_lists(plan: SparsePlan) -> None:
+    """Raise PlanError where tiles, rows or the launch order name what does not exist.
+
+    Or name it twice, or not in order. Waits for the plan's device.
+    """
+    check_shapes(plan)
+    _check_tiles(plan)
+    _check_rows(plan)
+    _check_launch_order(plan)
+
+
+def check_shapes(plan: SparsePlan) -> None:
+    """Raise PlanError where tensors of the plan do not fit one another; waits for no device."""
+    tiles, keys = plan.num_tiles, plan.keys
+    if plan.query_index is not None:
+        width = plan.query_index.shape[-1]
+        _require(width == plan.tile, f"query_index holds {width} a tile of {plan.tile}")
+    if plan.tile_row is None:
+        _require(keys.num_rows >= tiles, f"{keys.num_rows} key rows for {tiles} tiles")
+    else:
+        named = plan.tile_row.shape[-1]
+        _require(named == tiles, f"tile_row names {named} of {tiles} tiles")
+    if plan.launch_order is not None:
+        same = plan.launch_order.shape[-1] == tiles
+        _require(same, f"launch_order must be a permutation of the {tiles} tiles")
+    if plan.key_valid is not None:
+        length = plan.key_valid.shape[-1]
+        _require(length == plan.num_keys, f"key_valid is of {length} keys, not {plan.num_keys}")
 
 
 def _require(holds: bool | Tensor, law: str) -> None:
@@ -32,7 +60,6 @@ def _require(holds: bool | Tensor, law: str) -> None:
 def _check_tiles(plan: SparsePlan) -> None:
     """Every query stands in exactly one tile, every tile reads a row that exists."""
     queries = tile_queries(plan)
-    _require(queries.shape[-1] == plan.tile, f"query_index holds {queries.shape[-1]} a tile")
     inside = (queries >= -1) & (queries < plan.num_queries)
     _require(inside.all(), f"query_index outside -1…{plan.num_queries - 1}")
     ordered = queries.flatten(2).sort(-1).values  # [B, H, T * tile], the -1 first
@@ -42,17 +69,13 @@ def _check_tiles(plan: SparsePlan) -> None:
     once = (ordered[..., padding:] == expected).all() & (ordered[..., :padding] == -1).all()
     _require(once, "every query must stand in exactly one tile")
     rows = tile_rows(plan)
-    _require(rows.shape[-1] == plan.num_tiles, f"tile_row names {rows.shape[-1]} tiles")
     if rows.numel():
         fits = (rows.min() >= 0) & (rows.max() < plan.keys.num_rows)
         _require(fits, f"tile_row outside 0…{plan.keys.num_rows - 1}")
 
 
-def check_rows(plan: SparsePlan) -> None:
-    """Raise PlanError where counts do not fit their storage, or indices do not ascend in range.
-
-    Waits for the plan's device.
-    """
+def _check_rows(plan: SparsePlan) -> None:
+    """Counts fit their storage; indices are in range, ascending and unique."""
     keys = plan.keys
     if isinstance(keys, KeyBlocks):
         _require((keys.count >= 0).all(), "a negative block count")
