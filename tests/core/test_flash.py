@@ -479,7 +479,10 @@ def _blocks(block: int) -> gs.KeyBlocks:
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        (_plan(tile=64), "tile 64 is not 128"),
+        (
+            _plan(tile=64, tile_row=torch.zeros(1, 1, 4, dtype=torch.int32)),
+            "tile 64 is not 128",
+        ),
         (_plan(window=(3, 3, 0)), "a window is cut per query"),
         (_plan(causal=True), "causal rows are single tokens or blocks other than 128"),
         (_plan(causal=True, keys=_blocks(64)), "blocks other than 128"),
