@@ -118,8 +118,8 @@ KERNELS_TEXT = """
 `gossamer bench kernels`: {made}. Efficiency is the fastest dense time of the same run over the sparse time, times the density: 1 is the
 ideal, and a plan is faster than dense where its density is below its efficiency. Planning is not in it. Every row was checked
 against float64 before it was timed. `tokens-…` and `blocks-…` are random rows of single keys and of blocks of 128 (or as many as
-the name says), `-weighted` with weights and virtual keys; [the command line](cli.md#bench) has the other names. Milliseconds of one
-GPU on one day: ratios count.
+the name says), `-weighted` with weights and virtual keys; [the command line](cli.md#bench) has the other names. Milliseconds are
+those of one day, each case on one GPU, not all of them on the same: ratios count.
 
 """
 
