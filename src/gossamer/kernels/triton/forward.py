@@ -22,6 +22,25 @@ from gossamer.kernels.triton.steps import (
 
 
 @triton.jit
+def _load_weights(weight_row, start, stop, N: tl.constexpr):
+    """Return the logarithms of a step's weights to base 2, 0 past the row's end.
+
+    With more than a step's are loaded as many as there are threads: fewer the compiler would have
+    each thread copy for itself, 32 times 4 bytes a thread and step.
+    """
+    WIDTH: tl.constexpr = max(2 * N, 256)
+    place = start + tl.arange(0, WIDTH)
+    weight = tl.load(weight_row + place, mask=place < stop, other=0.0) * 1.4426950408889634
+    weight = tl.reshape(weight, [WIDTH // N, N])
+    if WIDTH == 2 * N:
+        weight, _ = tl.split(tl.trans(weight))
+        return weight
+    else:
+        first = tl.arange(0, WIDTH // N)[:, None] == 0
+        return tl.sum(tl.where(first, weight, 0.0), 0)
+
+
+@triton.jit
 def _walk(
     begin,
     stop,  # places in the row
@@ -100,12 +119,8 @@ def _walk(
             k = tl.load(k_at)
         logits = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if HAS_WEIGHTS:
-            place = start + tl.arange(0, N)
-            if MASKED:
-                log_weight = tl.load(weight_row + place, mask=place < stop, other=0.0)
-            else:
-                log_weight = tl.load(weight_row + place)
-            logits = logits * scale + (log_weight * 1.4426950408889634)[None, :]
+            log_weight = _load_weights(weight_row, start, stop, N)
+            logits = logits * scale + log_weight[None, :]
         seen = hide(
             read[None, :],
             key[None, :],
