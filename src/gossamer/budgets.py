@@ -15,7 +15,7 @@ from gossamer.methods import Method
 from gossamer.plan import SparsePlan
 from gossamer.plan.heads import merge_heads
 from gossamer.select.fidelity import ORIENTATIONS
-from gossamer.select.profile import budgets, read_profile
+from gossamer.select.profile import budgets, read_profile, settle_profile
 
 _LEAST = 0.01  # a head keeps at least this share, whatever the profile says
 
@@ -31,12 +31,14 @@ class Budgets:
     with its mean, so that planning costs about the same.
 
     Attributes:
-        profile: A file written by `gossamer calibrate`, or the name of a bundled model with one.
+        profile: A file written by `gossamer calibrate`, or the name of a bundled model with one. It
+            is read here, and a file kept by its absolute path.
         orientation: Where FAST wants the highest fidelity, as in `ScalingAttention`.
         groups: Groups of heads, at most, in a call.
 
     Raises:
-        RecipeError: A value out of range.
+        RecipeError: A value out of range, or no such profile.
+        ProfileMismatchError: The file is no profile, or of another format version.
     """
 
     profile: str
@@ -52,6 +54,10 @@ class Budgets:
             raise RecipeError(f"budgets: orientation={self.orientation!r} must be one of {allowed}")
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
             raise RecipeError(f"budgets: groups={self.groups!r} must be an integer >= 1")
+        try:
+            object.__setattr__(self, "profile", settle_profile(self.profile))
+        except PlanError as error:
+            raise RecipeError(f"budgets: {error}") from error
 
     def params(self) -> dict[str, Any]:
         """Return every parameter by name, as plain values."""
@@ -61,7 +67,8 @@ class Budgets:
         """Return the density of each query head of a call, [H] float64 on the CPU.
 
         Args:
-            density: Of all steps, layers and heads together.
+            density: Of all steps, layers and heads together. Where the profile's sparsest masks
+                exceed it, theirs is returned, with a warning.
             call: Its grid, layer, step and heads.
             num_heads: H.
 
@@ -78,7 +85,7 @@ class Budgets:
             total = num_heads
         profile.check(num_layers=call.num_layers, num_heads=total)
         profile.check_place(call.layer, int(heads.max()))
-        table = budgets(profile, density, call.grid, "fast", self.orientation)
+        table = budgets(profile, density, call.grid, "fast", self.orientation, floor=_LEAST)
         bucket = profile.bucket(call.step, call.num_steps)
         level = table.level[bucket, call.layer][heads]
         kept = profile.curves(call.grid).density[bucket, call.layer][heads]

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from gossamer.budgets import Budgets
-from gossamer.errors import PlanError, RecipeError
+from gossamer.errors import PlanError, ProfileMismatchError, RecipeError
 from gossamer.kernels import list_kernels
 from gossamer.methods import Method, get_method, get_method_class
 from gossamer.order import Order, get_order
 from gossamer.reuse import Reuse
 from gossamer.schedule import Schedule, check_schedule
+from gossamer.select.profile import place_profile
 
 # Below this many tokens planning costs more than it saves (CPU, 2 cores: dense attention of 1,024
 # tokens takes 1.2 ms a head, a cold plan alone 2 ms).
@@ -95,23 +97,33 @@ class Recipe:
         return "\n".join(lines).lstrip("\n") + "\n"
 
     @classmethod
-    def from_toml(cls, text: str) -> Recipe:
+    def from_toml(cls, text: str, *, folder: str | os.PathLike[str] = "") -> Recipe:
         """Read a recipe from TOML text.
 
+        Args:
+            text: The TOML text.
+            folder: Where relative paths of profiles start; "" for the current directory.
+
         Raises:
-            RecipeError: Not TOML, an unknown key, or a value that is not allowed.
+            RecipeError: Not TOML, an unknown key, a value that is not allowed, or no such profile.
+            ProfileMismatchError: A profile is no profile, or does not fit the method.
         """
         try:
-            return cls.from_dict(tomllib.loads(text))
+            return cls.from_dict(tomllib.loads(text), folder=folder)
         except tomllib.TOMLDecodeError as error:
-            raise RecipeError(f"not valid TOML: {error}") from error
+            raise RecipeError(f"not valid TOML: {error}{_bare_point(text, str(error))}") from error
 
     @classmethod
-    def from_dict(cls, table: Mapping[str, Any]) -> Recipe:
+    def from_dict(cls, table: Mapping[str, Any], *, folder: str | os.PathLike[str] = "") -> Recipe:
         """Build a recipe from its TOML table.
 
+        Args:
+            table: The table.
+            folder: Where relative paths of profiles start; "" for the current directory.
+
         Raises:
-            RecipeError: An unknown key, or a value that is not allowed.
+            RecipeError: An unknown key, a value that is not allowed, or no such profile.
+            ProfileMismatchError: A profile is no profile, or does not fit the method.
         """
         table = dict(table)
         _check_keys("", table, [field.name for field in fields(cls)])
@@ -126,26 +138,45 @@ class Recipe:
                 if not isinstance(value, dict):
                     raise RecipeError(f"{key}={value!r}: must be a [{key}] table")
                 _check_keys(f"{key}: ", value, [field.name for field in fields(parts[key])])
-                table[key] = parts[key](**value)
-            return cls(method=get_method(**_read(method)), **table)
+                placed = _placed(value, ("profile",), folder) if key == "budgets" else value
+                table[key] = parts[key](**placed)
+            return cls(method=get_method(**_read(method, folder)), **table)
         except (PlanError, TypeError) as error:
             raise RecipeError(str(error)) from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the recipe to a TOML file; the file appears whole or not at all."""
+        """Write the recipe to a TOML file; the file appears whole or not at all.
+
+        Missing folders above it are made.
+
+        Raises:
+            RecipeError: The file cannot be written; the message names what is in the way.
+        """
         path, text = Path(path), self.to_toml()
-        with tempfile.NamedTemporaryFile(
-            "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
-        ) as file:
-            file.write(text)
-        Path(file.name).replace(path)
+        scratch = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
+            ) as file:
+                scratch = Path(file.name)
+                file.write(text)
+            scratch.replace(path)
+        except OSError as error:
+            raise RecipeError(f"cannot write the recipe {path}: {error}") from error
+        finally:
+            if scratch is not None:
+                scratch.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, name_or_path: str | os.PathLike[str]) -> Recipe:
         """Read a shipped recipe by name, or a recipe file by path.
 
+        Relative paths of profiles in a file count from its folder.
+
         Raises:
-            RecipeError: No such recipe or file, or one that is not allowed.
+            RecipeError: No such recipe or file, one that is not allowed, or no such profile.
+            ProfileMismatchError: A profile is no profile, or does not fit the method.
         """
         path = Path(name_or_path)
         if str(name_or_path) in list_recipes():
@@ -158,11 +189,13 @@ class Recipe:
                 + ", ".join(list_recipes())
             )
         try:
-            return cls.from_toml(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"cannot read the recipe {path}: {error}") from error
-        except RecipeError as error:
-            raise RecipeError(f"{path}: {error}") from error
+        try:
+            return cls.from_toml(text, folder=path.absolute().parent)
+        except (RecipeError, ProfileMismatchError) as error:
+            raise type(error)(f"{path}: {error}") from error
 
 
 def list_recipes() -> list[str]:
@@ -209,17 +242,52 @@ def _spelled(method: Method) -> dict[str, Any]:
     return params
 
 
-def _read(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the method's table of a recipe file with None where it says so.
+def _read(table: Mapping[str, Any], folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the method's table of a recipe file with None where it says so, paths placed.
 
     Raises:
         PlanError: No method has this name.
     """
-    fields_with_none = _with_none(get_method_class(table["name"]))
-    return {
+    method = get_method_class(table["name"])
+    fields_with_none = _with_none(method)
+    params = {
         key: None if value == _NONE and key in fields_with_none else value
         for key, value in table.items()
     }
+    return _placed(params, method.file_params, folder)
+
+
+def _placed(
+    table: Mapping[str, Any], names: Collection[str], folder: str | os.PathLike[str]
+) -> dict[str, Any]:
+    """Return a table whose profiles, under `names`, are found from a folder."""
+    return {
+        key: place_profile(value, folder)
+        if key in names and isinstance(value, str) and value
+        else value
+        for key, value in table.items()
+    }
+
+
+def _bare_point(text: str, complaint: str) -> str:
+    """Return the fix where TOML refuses a number that begins or ends with its point, else "".
+
+    Args:
+        text: The TOML text.
+        complaint: The parser's, which says the line.
+    """
+    place = re.search(r"at line (\d+)", complaint)
+    lines = text.splitlines()
+    number = int(place[1]) if place else 0
+    if not 0 < number <= len(lines):
+        return ""
+    # In front of a comment, and outside of strings: TOML allows neither .3 nor 3. as a number.
+    line = re.sub(r"\"[^\"]*\"|'[^']*'|#.*", "", lines[number - 1])
+    bare = re.search(r"(?<![\w.])[+-]?(?:\.\d+|\d+\.(?![\w.]))(?!\.)", line)
+    if bare is None:
+        return ""
+    whole = re.sub(r"^([+-]?)\.", r"\g<1>0.", bare[0])
+    return f": write {bare[0]} as {whole}{'0' if whole.endswith('.') else ''}"
 
 
 def _with_none(method: type[Method]) -> set[str]:

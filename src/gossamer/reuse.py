@@ -15,6 +15,7 @@ from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan
 from gossamer.records import Stopwatch
 from gossamer.schedule import check_indices, indices
 
+_EVERY = 4
 _OFFLOADS = ("none", "cpu")
 _RESIDUAL_BYTES = 4  # float32
 Place = tuple[int, str]  # layer and branch
@@ -47,7 +48,7 @@ class Reuse:
         RecipeError: A value out of range.
     """
 
-    every: int = 4
+    every: int = _EVERY
     anchors: str = ""
     residual: bool = True
     offload: str = "none"
@@ -66,6 +67,11 @@ class Reuse:
         if self.offload not in _OFFLOADS:
             raise RecipeError(f"reuse: offload={self.offload!r} must be one of {_OFFLOADS}")
         check_indices("reuse: anchors", self.anchors)
+        if self.anchors and self.every != _EVERY:
+            raise RecipeError(
+                f"reuse: every={self.every} has no effect beside anchors={self.anchors!r}: leave "
+                "out one of them"
+            )
 
     def params(self) -> dict[str, Any]:
         """Return every parameter by name, as plain values."""

@@ -51,6 +51,32 @@ def is_dense(name: str, schedule: Schedule, index: int, total: int | None) -> bo
     return total is not None and index >= total - _count(last, total)
 
 
+def past_end(name: str, schedule: Schedule, unit: str, total: int) -> str | None:
+    """Say what a schedule asks for behind the last one, where nothing is.
+
+    Args:
+        name: The recipe key, for the message.
+        schedule: The schedule.
+        unit: What is counted, such as "step".
+        total: How many there are.
+
+    Returns:
+        One sentence with what was asked and what there is; None where all of it exists.
+    """
+    there = f"but there {'is' if total == 1 else 'are'} {total}"
+    if isinstance(schedule, str):
+        behind = sorted(index for index in _parse(name, schedule) if index >= total)
+        if not behind:
+            return None
+        named = f"{behind[0]} to {behind[-1]}" if len(behind) > 1 else f"{behind[0]}"
+        return f"{name}={schedule!r} names {unit} {named}, {there}, counted from 0"
+    amounts = schedule if isinstance(schedule, tuple) else (schedule,)
+    counts = [amount for amount in amounts if isinstance(amount, int) and amount > total]
+    if not counts:
+        return None
+    return f"{name}={schedule!r} asks for {counts[0]} {unit}s, {there}: all of them are taken"
+
+
 def check_indices(name: str, text: str) -> None:
     """Refuse what is not a list of indices and ranges such as "0-3,38".
 

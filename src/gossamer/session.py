@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from gossamer.plan import SparsePlan
 from gossamer.recipe import Recipe
 from gossamer.records import Record, Stopwatch, summarize
 from gossamer.reuse import Anchor, AnchorStore, call_facts
-from gossamer.schedule import is_dense
+from gossamer.schedule import is_dense, past_end
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,6 +89,7 @@ class Session:
         self._anchors = AnchorStore(recipe.reuse) if recipe.reuse is not None else None
         self._records: list[Record] = []
         self._ended = False
+        self._checked: set[tuple[str, int]] = set()
 
     @property
     def records(self) -> list[Record]:
@@ -154,12 +156,15 @@ class Session:
             PlanError: Shapes, grid, text or padding contradict one another; raised at the first
                 call also where the schedule is still dense.
             UnsupportedError: The method or the recipe's kernel cannot run this.
+
+        Warns:
+            UserWarning: Once, where the recipe names steps or layers that do not exist.
         """
         call = Call() if call is None else call
         check_tensors(q, k, v)
         call.check(q.shape[0], q.shape[2], k.shape[2], q.shape[1])
         self.recipe.method.check_call(call)
-        self._begin()
+        self._begin(call)
         reason = self._dense_reason(q, call)
         if reason is not None and not self._is_early_anchor(reason, call):
             return self.dense(q, k, v, call, reason=reason, by=dense_by)
@@ -256,7 +261,7 @@ class Session:
         by: DenseBackend | None = None,
     ) -> Tensor:
         """Run one call densely and record why; arguments as `attention`, `by` as its `dense_by`."""
-        self._begin()
+        self._begin(call)
         watch = Stopwatch(q.device)
         out = _run_dense(q, k, v, call, by)
         watch.mark()
@@ -265,12 +270,28 @@ class Session:
         self._finish(AttentionEvent(q=q, k=k, v=v, out=out, call=call, plan=None, record=record))
         return out
 
-    def _begin(self) -> None:
+    def _begin(self, call: Call) -> None:
         """Clear the last generation's records at the first call of the next one."""
+        self._warn_past_end("step", call.num_steps)
+        self._warn_past_end("layer", call.num_layers)
         if self._ended:
             self._records, self._ended = [], False
             if self.recipe.reuse is not None:
                 self._anchors = AnchorStore(self.recipe.reuse)
+
+    def _warn_past_end(self, unit: str, total: int | None) -> None:
+        """Warn, once for each total, of steps or layers in the recipe that do not exist."""
+        if total is None or (unit, total) in self._checked:
+            return
+        self._checked.add((unit, total))
+        name = f"dense_{unit}s"
+        schedules = {name: getattr(self.recipe, name)}
+        if unit == "step" and self.recipe.reuse is not None:
+            schedules["reuse: anchors"] = self.recipe.reuse.anchors
+        for key, schedule in schedules.items():
+            complaint = past_end(key, schedule, unit, total)
+            if complaint is not None:
+                warnings.warn(complaint, UserWarning, stacklevel=4)
 
     def _dense_reason(self, q: Tensor, call: Call) -> str | None:
         """Return why this call goes dense, None if it does not."""

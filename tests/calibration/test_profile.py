@@ -82,6 +82,11 @@ def rewritten(path: Path, **changes) -> str:
     [
         ({"format": FORMAT + 1}, f"format {FORMAT}, got 'scaling' of format {FORMAT + 1}"),
         ({"kind": "west"}, "expected a 'scaling' file"),
+        ({"grid": [4, 4]}, r"expected grid to be three integers, got \[4, 4\]"),
+        ({"grid": [4, 4, "6"]}, r"expected grid\[2\] to be an integer >= 1, got '6'"),
+        ({"block": 0}, "expected block to be an integer >= 1, got 0"),
+        ({"num_steps": None}, "expected num_steps to be an integer >= 1, got None"),
+        ({"permute": "rows"}, "expected permute to be one of .*, got 'rows'"),
         ({"grid": [4, 4, 60]}, r"expected thresholds \(2, 2, 4, 60, 60\), got \(2, 2, 4, 6, 6\)"),
     ],
 )
@@ -89,6 +94,18 @@ def test_another_format_is_refused(tmp_path: Path, changes, words):
     copy = rewritten(Path(make_profile(tmp_path / "p.safetensors")), **changes)
     with pytest.raises(gs.ProfileMismatchError, match=words):
         read_profile(copy)
+
+
+@pytest.mark.parametrize("name", ["order", "levels", "fidelity", "error", "thresholds"])
+def test_tensors_that_do_not_fit_one_another_are_refused(tmp_path: Path, name: str):
+    path = make_profile(tmp_path / "p.safetensors")
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    tensors[name] = tensors[name].flatten()[:3].clone()
+    save_file(tensors, path, metadata)
+    with pytest.raises(gs.ProfileMismatchError, match=r"expected \w+ \("):
+        read_profile(path)
 
 
 def test_files_that_are_no_profile(tmp_path: Path):

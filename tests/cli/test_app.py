@@ -99,9 +99,14 @@ P = "a red star moves"
         (["compare", P, "--methods", "svg22@.2"], ["unknown method 'svg22'; did you mean 'svg2'?"]),
         (["generate", P, "--model", "tiny-wam"], ["unknown model 'tiny-wam'", "'tiny-wan'"]),
         # budgets
-        (["generate", P, "--density", "nan"], ["above 0 and at most 1"]),
-        (["generate", P, "--density", "0"], ["above 0 and at most 1"]),
-        (["generate", P, "--density", "1.5"], ["above 0 and at most 1"]),
+        (["generate", P, "--density", "nan"], ["--density must be above 0 and at most 1, got nan"]),
+        (["generate", P, "--density", "0"], ["--density must be above 0 and at most 1, got 0"]),
+        (["generate", P, "--density", "1.5"], ["--density must be above 0 and at most 1, got 1.5"]),
+        (["fidelity", "--density", ".1,0"], ["--density must be above 0 and at most 1, got 0"]),
+        (
+            ["generate", P, "--method", "svg2@.2", "--density", ".3"],
+            ["--method svg2@.2 and --density 0.3 are two densities"],
+        ),
         (["generate", P, "--density", "much"], ["--density"]),
         (["compare", P, "--methods", "svg2@2"], ["'svg2@2'", "above 0 and at most 1"]),
         (["generate", P, "--dense-steps", "1.5"], ["dense_steps=1.5", "between 0.0 and 1.0"]),
@@ -126,7 +131,7 @@ P = "a red star moves"
         (["generate", P, "--recipe", "svg2", "--density", ".2"], ["leave out --recipe"]),
         (
             ["generate", P, "--method", "dense", "--density", ".2"],
-            ["dense attention has density 1"],
+            ["--density 0.2: dense attention has density 1"],
         ),
         (["compare", P, "--methods", "svg2@.2,svg2@.2"], ["'svg2@0.2' is given 2 times"]),
         (["compare", P, "--methods", ","], ["no method"]),

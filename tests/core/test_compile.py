@@ -10,6 +10,7 @@ from torch.library import opcheck
 import gossamer as gs
 from cases import Options, Shape, random_plan
 from gossamer.plan.flat import flatten
+from gossamer.testing import method_at
 from training import check_training
 
 
@@ -21,7 +22,7 @@ def _fresh() -> None:
 @pytest.mark.parametrize("name", gs.list_methods())
 def test_sparse_attention_compiles_whole(name: str) -> None:
     q, k, v = Shape(1, 2, 1, 130, 130, 64, 0).tensors()
-    method = gs.get_method(name, density=0.5)
+    method = method_at(name, 0.5)
     counter = CompileCounter()
     compiled = torch.compile(
         lambda q, k, v: gs.sparse_attention(q, k, v, method), backend=counter, fullgraph=True

@@ -22,6 +22,7 @@ from gossamer.kernels import choose_kernel, flash
 from gossamer.kernels.base import BackwardInput
 from gossamer.kernels.flash import FlashKernel, call, lists, paged
 from gossamer.kernels.hopper import HopperKernel
+from gossamer.testing import method_at
 from gradients import check_gradients
 from oracle import assert_matches, tolerance
 from training import check_training
@@ -429,7 +430,7 @@ def test_it_runs_the_plans_of_every_method(name: str) -> None:
     q, k, v = shape.tensors(torch.bfloat16)
     valid = torch.arange(460) < torch.tensor([[460], [300]])
     for arguments in ({}, {"text": (0, 60)}, {"key_valid": valid}, {"causal": True}):
-        method = gs.get_method(name, density=0.4)
+        method = method_at(name, 0.4)
         if arguments.get("causal") and type(method).causal_reason:
             continue
         plan = method.plan(q, k, v, gs.Call(**arguments))

@@ -263,7 +263,7 @@ def test_selection_uses_the_calls_scale() -> None:
 
 FULL = [
     FlexPrefill(density=1.0),
-    FlexPrefill(density=1.0, tau=0.0, **SMALL),
+    FlexPrefill(density=1.0, tau=0.0, tile=16, block=8),
     FlexPrefill(mass=1.0, tau=0.0, **SMALL),
     FlexPrefill(mass=1.0, tau=1.0, **SMALL),
     FlexPrefill(min_budget=999, block=8, tile=16),
@@ -315,7 +315,8 @@ def test_more_mass_keeps_more(tau: float) -> None:
 @pytest.mark.parametrize("tau", [0.0, 1.0])
 @pytest.mark.parametrize("density", [None, 0.4])
 def test_padding_and_neighbours_change_nothing(tau: float, density: float | None) -> None:
-    method = FlexPrefill(mass=0.5, tau=tau, density=density, **SMALL)
+    own = {} if density is not None else {"mass": 0.5, "min_budget": 9}
+    method = FlexPrefill(tau=tau, density=density, tile=16, block=8, **own)
     for causal in (False, True):
         q, k, v = Shape(2, 2, 2, 237, 237, 16, 2).tensors()
         alone = method.plan(q, k, v, gs.Call(causal=causal)).weights()

@@ -14,6 +14,7 @@ import gossamer as gs
 from cases import Options, Shape, options, random_plan, shapes
 from gossamer.kernels.flash import lists, paged, unavailable
 from gossamer.methods import get_method_class
+from gossamer.testing import method_at
 from oracle import assert_matches, tolerance
 
 pytestmark = [
@@ -37,7 +38,7 @@ def test_a_plan_is_valid_and_attends_like_the_cpus(name: str, text: tuple[int, i
     """Rounding may move a token between clusters, so plans are compared by what they compute."""
     shape = Shape(2, 2, 2, 1100, 1100, 64, 3)
     valid = torch.arange(1100) < torch.tensor([[1100], [900]])
-    method = gs.get_method(name, density=0.3)
+    method = method_at(name, 0.3)
     plan = method.plan(*on_gpu(shape), gs.Call(text=text, key_valid=valid.cuda()))
     assert plan.device.type == "cuda"
     plan.validate()

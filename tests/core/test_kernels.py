@@ -12,6 +12,7 @@ import gossamer as gs
 from cases import Options, Shape, options, random_plan, shapes
 from gossamer.kernels import cpu
 from gossamer.plan import to_tokens
+from gossamer.testing import method_at
 from oracle import assert_matches, attention, tolerance
 
 # Triton's interpreter runs on the CPU, in a process of its own: see test_triton.py.
@@ -96,7 +97,7 @@ def test_law_4_the_launch_order_changes_no_bit(kernel: str, shape: Shape, opt: O
 @pytest.mark.parametrize("name", gs.list_methods())
 def test_batching_rows_changes_nothing_but_rounding(name: str) -> None:
     q, k, v = Shape(2, 2, 2, 700, 700, 16, 3).tensors(torch.float64)
-    plan = gs.get_method(name, density=0.3).plan(q, k, v)
+    plan = method_at(name, 0.3).plan(q, k, v)
     together = gs.attend(q, k, v, plan, kernel="cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "_BATCH_BYTES", 0)
@@ -205,7 +206,7 @@ def test_log_sum_exp_is_the_same_with_and_without_grad() -> None:
 def test_gradients_equal_those_of_the_textbook(method: str) -> None:
     """A ragged length, where gradients of padding would be counted."""
     tensors = Shape(1, 1, 2, 130, 130, 16, 5).tensors(torch.float64)
-    plan = gs.get_method(method, density=0.5).plan(*tensors)
+    plan = method_at(method, 0.5).plan(*tensors)
     ours = [x.clone().requires_grad_() for x in tensors]
     theirs = [x.clone().requires_grad_() for x in tensors]
     gs.attend(*ours, plan).out.square().sum().backward()

@@ -324,19 +324,26 @@ def three_heads() -> tuple[torch.Tensor, torch.Tensor]:
 def test_auto_finds_the_pattern_that_covers_most() -> None:
     q, k = three_heads()
     call = gs.Call(causal=True)
-    sizes = {"tile": 32, "block": 16, "sink": 8}
-    method = MInference(**sizes)
+    sizes = {"tile": 32, "block": 16}
+    counts = {
+        "vertical-slash": {"columns": 9, "diagonals": 5},
+        "block-sparse": {"blocks": 2},
+        "a-shape": {"sink": 8, "local": 70},
+    }
+    sink = {"sink": 8}
+    method = MInference(**sink, **sizes)
     assert method.patterns(q, k, call).tolist() == [[0, 1, 2]]
     for density in (0.15, 0.3):
-        auto = MInference(density=density, **sizes).plan(q, k, k, call)
+        auto = MInference(density=density, **sink, **sizes).plan(q, k, k, call)
         for head, name in enumerate(PATTERNS):
-            fixed = MInference(density=density, pattern=name, **sizes).plan(q, k, k, call)
+            own = sink if name == "a-shape" else {}
+            fixed = MInference(density=density, pattern=name, **own, **sizes).plan(q, k, k, call)
             mask = block_mask(fixed)
             assert torch.equal(block_mask(auto)[0, head], mask[0, min(head, mask.shape[1] - 1)])
-    own = {"local": 70, "columns": 9, "diagonals": 5, "blocks": 2}
-    auto = MInference(**own, **sizes).plan(q, k, k, call)
+    every = {name: count for each in counts.values() for name, count in each.items()}
+    auto = MInference(**every, **sizes).plan(q, k, k, call)
     for head, name in enumerate(PATTERNS):
-        mask = block_mask(MInference(pattern=name, **own, **sizes).plan(q, k, k, call))
+        mask = block_mask(MInference(pattern=name, **counts[name], **sizes).plan(q, k, k, call))
         assert torch.equal(block_mask(auto)[0, head], mask[0, min(head, mask.shape[1] - 1)])
 
 
@@ -430,7 +437,13 @@ def test_more_of_each_count_keeps_more(name: str) -> None:
 @pytest.mark.parametrize("pattern", ["auto", *PATTERNS])
 @pytest.mark.parametrize("density", [None, 0.4])
 def test_padding_and_neighbours_change_nothing(pattern: str, density: float | None) -> None:
-    own = {"sink": 9, "local": 20, "columns": 8, "diagonals": 8, "blocks": 4}
+    sizes = {
+        "a-shape": {"sink": 9, "local": 20},
+        "vertical-slash": {"columns": 8, "diagonals": 8},
+        "block-sparse": {"blocks": 4},
+    }
+    sizes["auto"] = {name: size for each in sizes.values() for name, size in each.items()}
+    own = {} if density is not None else sizes[pattern]
     method = MInference(pattern=pattern, density=density, **own, **SMALL)
     for causal in (False, True):
         q, k, v = Shape(2, 2, 2, 237, 237, 16, 2).tensors()

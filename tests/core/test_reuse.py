@@ -276,11 +276,15 @@ def test_bad_parameters_are_refused(bad: dict[str, object]) -> None:
         Reuse(**bad)
 
 
+def test_anchors_and_their_distance_are_not_given_together() -> None:
+    with pytest.raises(gs.RecipeError, match="every=5 has no effect beside anchors='1-3'"):
+        Reuse(every=5, anchors="1-3")
+
+
 def test_a_recipe_with_reuse_round_trips() -> None:
-    recipe = gs.Recipe(
-        method=gs.InstaGen(density=0.2), reuse=Reuse(every=5, offload="cpu", anchors="1-3")
-    )
-    assert gs.Recipe.from_toml(recipe.to_toml()) == recipe
+    for reuse in (Reuse(every=5, max_bytes=9), Reuse(offload="cpu", anchors="1-3")):
+        recipe = gs.Recipe(method=gs.InstaGen(density=0.2), reuse=reuse)
+        assert gs.Recipe.from_toml(recipe.to_toml()) == recipe
     with pytest.raises(gs.RecipeError, match="reuse: unknown key 'evry': did you mean 'every'"):
         gs.Recipe.from_toml('method = "dense"\n[reuse]\nevry = 3\n')
     with pytest.raises(gs.RecipeError, match=r"must be a \[reuse\] table"):

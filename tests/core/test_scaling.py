@@ -191,7 +191,7 @@ def test_another_resolution_is_resized_reported_and_still_dense_at_one(profile):
     assert_matches(gs.attend(q, k, v, plan), attention(q, k, v), tolerance(q, k, v))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # said once
-        ScalingAttention(profile=profile, density=0.3).plan(q, k, v, call(grid=grid))
+        ScalingAttention(profile=profile, p=0.3).plan(q, k, v, call(grid=grid))
 
 
 @pytest.mark.filterwarnings("ignore:.*is resized|.*are resized")
@@ -305,9 +305,8 @@ def test_bad_parameters(params, words):
 
 
 def test_an_unknown_profile_says_how_to_make_one():
-    method = ScalingAttention(profile="no-such-model")
     with pytest.raises(gs.PlanError, match=r"no profile 'no-such-model': .*gossamer calibrate"):
-        method.plan(*tensors(), call())
+        ScalingAttention(profile="no-such-model")
 
 
 @pytest.mark.parametrize(
@@ -324,9 +323,10 @@ def test_a_profile_of_another_model_is_refused(profile, changes, words):
     place = {"layer": 0, "num_layers": LAYERS} | {
         key: changes[key] for key in ("layer", "num_layers") if key in changes
     }
-    method = ScalingAttention(profile=profile, **changes.get("method", {}))
+    at = gs.Call(grid=GRID, **place)
+    q, k, v = tensors(heads=changes.get("heads", HEADS))
     with pytest.raises(gs.ProfileMismatchError, match=words):
-        method.plan(*tensors(heads=changes.get("heads", HEADS)), gs.Call(grid=GRID, **place))
+        ScalingAttention(profile=profile, **changes.get("method", {})).plan(q, k, v, at)
 
 
 def test_a_profile_needs_a_grid_and_no_causal_mask(profile):

@@ -26,6 +26,49 @@ def test_a_sparse_call_equals_planning_and_attending() -> None:
     assert torch.equal(out, gs.sparse_attention(*TENSORS, gs.InstaGen(density=0.3), call()))
 
 
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"dense_steps": 11}, "dense_steps=11 asks for 11 steps, but there are 10: all of them"),
+        ({"dense_steps": (0, 12)}, r"dense_steps=\(0, 12\) asks for 12 steps, but there are 10"),
+        (
+            {"dense_steps": "0-2,10"},
+            "dense_steps='0-2,10' names step 10, but there are 10,",
+        ),
+        ({"dense_layers": "0,3-7"}, "dense_layers='0,3-7' names layer 4 to 7, but there are 4"),
+        ({"dense_layers": 5}, "dense_layers=5 asks for 5 layers, but there are 4"),
+        ({"reuse": gs.Reuse(anchors="3,20")}, "reuse: anchors='3,20' names step 20, but there are"),
+    ],
+)
+def test_steps_and_layers_that_do_not_exist_are_said_once(
+    settings: dict[str, object], complaint: str
+) -> None:
+    run = session(**settings)
+    unknown = gs.Call(layer=3, step=9)  # nothing to compare with, and nothing said
+    if not isinstance(settings.get("dense_steps"), tuple):
+        run.attention(*TENSORS, unknown)
+    with pytest.warns(UserWarning, match=complaint) as caught:
+        run.attention(*TENSORS, call(step=9, layer=3))
+    assert [warning.filename for warning in caught] == [__file__]
+    run.attention(*TENSORS, call(step=9, layer=2))  # warnings are errors
+    run.end_generation()
+    run.attention(*TENSORS, call(step=0))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"dense_steps": 10, "dense_layers": 4},
+        {"dense_steps": (10, 10), "dense_layers": 1.0},
+        {"dense_steps": "0-9", "dense_layers": "3"},
+        {"dense_steps": "", "reuse": gs.Reuse(anchors="9")},
+        {"reuse": gs.Reuse(every=99)},
+    ],
+)
+def test_steps_and_layers_that_exist_are_no_reason_to_warn(settings: dict[str, object]) -> None:
+    session(**settings).attention(*TENSORS, call(step=9, layer=3))  # warnings are errors
+
+
 def test_a_record_says_everything() -> None:
     run = session()
     run.attention(*TENSORS, call(step=2, layer=1, branch="uncond"))

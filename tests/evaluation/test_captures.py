@@ -174,6 +174,17 @@ def test_nothing_captured_says_what_was_wanted(pipe, settings):
         record(pipe, "x", settings, recorder)
 
 
+def test_what_is_not_there_to_be_captured_is_said(pipe, settings):
+    recorder = CaptureRecorder(model="fake", steps={0, 99}, layers=(0, LAYERS))
+    with pytest.warns(UserWarning, match="were to be captured") as caught:
+        captured = record(pipe, "x", settings, recorder)
+    assert [str(warning.message) for warning in caught] == [
+        "steps=0,99 were to be captured, but there is no attention call at 99",
+        f"layers=0,{LAYERS} were to be captured, but there is no attention call at {LAYERS}",
+    ]
+    assert {key[:2] for key in captured.keys} == {(0, 0)}
+
+
 def tensors_of(**changes):
     tensors = {f"s0.l0.x.{part}": torch.zeros(2, 12, 4) for part in "qkv"}
     return {name: x for name, x in {**tensors, **changes}.items() if x is not None}

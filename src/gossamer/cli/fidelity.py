@@ -336,9 +336,10 @@ def _densities(values: Iterable[str] | None) -> Sequence[float]:
     if parts is None:
         return DENSITIES
     try:
-        return [float(part) for part in parts]
+        densities = [float(part) for part in parts]
     except ValueError:
         raise UsageError(f"--density takes numbers such as .12, got {','.join(parts)!r}") from None
+    return [options.check_density(density) for density in densities]
 
 
 def _print_capture(capture: Capture, *, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from gossamer.cli.model import BUNDLED, choose_device, choose_model, warn_if_bus
 from gossamer.evaluation.files import check_writable
 from gossamer.evaluation.generation import Generation
 from gossamer.evaluation.generation import generate as run_pipeline
-from gossamer.evaluation.variants import Variant, load_variant, parse_variant
+from gossamer.evaluation.variants import DENSE, Variant, load_variant, parse_variant
 from gossamer.evaluation.video import require_av, write_video
 
 DEFAULT_METHOD = "instagen"
@@ -97,6 +97,17 @@ def _choose_variant(
             )
         return load_variant(recipe)
     name = DEFAULT_METHOD if method is None else method
+    if density is not None:
+        options.check_density(density)
+        if "@" in name:
+            raise UsageError(
+                f"--method {name} and --density {density:g} are two densities: give one of them"
+            )
+        if name == DENSE and density != 1:
+            raise UsageError(
+                f"--density {density:g}: dense attention has density 1: leave it out, or choose "
+                "another --method"
+            )
     return parse_variant(
         name if density is None else f"{name}@{density}",
         dense_steps=options.parse_selection(dense_steps),

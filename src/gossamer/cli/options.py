@@ -7,6 +7,8 @@ from typing import Annotated, TypeAlias
 
 import typer
 
+from gossamer.cli.errors import UsageError
+
 Json: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Write JSON to stdout, and nothing else there.")
 ]
@@ -55,6 +57,13 @@ Kernel: TypeAlias = Annotated[
     str, typer.Option("--kernel", help="auto or a kernel's name, see `gossamer doctor`.")
 ]
 OutDir: TypeAlias = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where to write.")]
+
+
+def check_density(density: float) -> float:
+    """Return what --density was given, or say what it takes."""
+    if not 0.0 < density <= 1.0:
+        raise UsageError(f"--density must be above 0 and at most 1, got {density:g}")
+    return density
 
 
 def parse_selection(text: str) -> int | float | str:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import time
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -300,6 +301,9 @@ class CaptureRecorder:
 
         Raises:
             CaptureError: Nothing was.
+
+        Warns:
+            UserWarning: Some of the steps or layers that were to be kept do not exist.
         """
         if self._info is None:
             raise CaptureError(
@@ -307,6 +311,17 @@ class CaptureRecorder:
                 f"steps={_listed(self.steps)}, layers={_listed(self.layers)}, "
                 f"branch={self.branch!r}"
             )
+        kept = {"steps": {step for step, _, _ in self._tensors}}
+        kept["layers"] = {layer for _, layer, _ in self._tensors}
+        for name, asked in (("steps", self.steps), ("layers", self.layers)):
+            missing = sorted(set(asked or ()) - kept[name])
+            if missing:
+                warnings.warn(
+                    f"{name}={_listed(asked)} were to be captured, but there is no attention call "
+                    f"at {_listed(missing)}",
+                    UserWarning,
+                    stacklevel=2,
+                )
         return Capture.from_tensors(self._info, self._tensors)
 
     def _keep(self, event: AttentionEvent) -> None:

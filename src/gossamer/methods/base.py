@@ -46,7 +46,12 @@ class Method(ABC):
     causal_reason: ClassVar[str] = ""
     """Why the method has no causal form; empty where it has one."""
     fixed_density: ClassVar[bool] = False
-    """Whether geometry fixes the density, so that the nearest there is stands for the asked one."""
+    """Whether geometry fixes the density, so that the nearest there is stands for the asked one.
+
+    `dense`, which has one alone, warns of the others.
+    """
+    file_params: ClassVar[tuple[str, ...]] = ()
+    """Parameters that name profiles; in a recipe file relative paths count from its folder."""
     own_text_rule: ClassVar[bool] = False
     """Whether text queries follow a rule of the method's own instead of reading everything."""
 
@@ -93,6 +98,7 @@ class Method(ABC):
         """Refuse a call that the method can never plan, before any step is dense.
 
         Raises:
+            PlanError: A parameter needs a grid, and the call has none.
             UnsupportedError: The method has no causal form and the call is causal.
         """
         if call.causal and self.causal_reason:
@@ -138,6 +144,9 @@ class Method(ABC):
         """Return the method set to compute the share `density` of latent-latent pairs.
 
         A method whose density is fixed by its geometry returns the nearest it has.
+
+        Raises:
+            PlanError: A parameter contradicts the density, or has no effect beside it.
         """
 
     def with_density(self, density: float) -> Self:
@@ -238,6 +247,28 @@ def check_count(method: str, name: str, value: int | None, *, optional: bool = F
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise PlanError(f"{method}: {name}={value!r} must be an integer >= 1")
+
+
+def refuse_unused(method: Method, why: str, *names: str) -> None:
+    """Refuse parameters that were set and that the method's other parameters leave without effect.
+
+    A parameter at its default passes: nothing tells whether it was given.
+
+    Args:
+        method: The method, its parameters checked.
+        why: What leaves them without effect, such as "beside density=0.2".
+        *names: The parameters.
+
+    Raises:
+        PlanError: Naming the first one that is not at its default, and the reason.
+    """
+    defaults = {field.name: field.default for field in fields(method)}
+    for name in names:
+        value = getattr(method, name)
+        if value != defaults[name]:
+            raise PlanError(
+                f"{method.name}: {name}={value!r} has no effect {why}: leave out one of them"
+            )
 
 
 def register(cls: MethodClass) -> MethodClass:

@@ -67,7 +67,7 @@ class Clear(Method):
             object.__setattr__(self, "radius", _RADIUS)
         if self.density is not None:
             check_share(self.name, "density", self.density)
-        check_number(self.name, "radius", self.radius)
+        check_number(self.name, "radius", self.radius, optional=True)
         check_number(self.name, "frame_distance", self.frame_distance)
         check_count(self.name, "tile", self.tile)
 
@@ -104,7 +104,10 @@ def _balls(tiles: Patches, frame_distance: float) -> Runs:
     line = torch.arange(frames * rows, device="cpu")
     place = torch.stack([line // rows, line % rows], dim=1)  # [L, 2]
 
+    diagonal = ((frames * frame_distance) ** 2 + rows**2 + columns**2) ** 0.5
+
     def find(part: Tensor, radius: Tensor) -> tuple[Tensor, Tensor]:
+        radius = radius.clamp(max=diagonal)  # a greater one reads no more, and its square overflows
         first, last = tiles.first[part], tiles.last[part]  # [n, 3]
         # The box's nearest token decides: along each axis, 0 inside the box.
         below = first[:, None, :2] - place
@@ -117,6 +120,5 @@ def _balls(tiles: Patches, frame_distance: float) -> Runs:
         end = torch.where(reach < 0, begin, end)
         return line * columns + begin, line * columns + end
 
-    diagonal = (frames * frame_distance) ** 2 + rows**2 + columns**2
     # Below a radius of 1 a token reads itself alone.
-    return Runs(tiles.num_tiles, len(line), 0.5, diagonal**0.5, find)
+    return Runs(tiles.num_tiles, len(line), 0.5, diagonal, find)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -18,8 +19,8 @@ from gossamer.plan import SparsePlan, full_plan
 class Dense(Method):
     """Read every visible key.
 
-    The plan is one full row that all tiles of all heads and batch rows share. Its density is 1,
-    whatever density is asked for.
+    The plan is one full row that all tiles of all heads and batch rows share. Its density is 1;
+    asked for another, it warns.
     """
 
     name: ClassVar[str] = "dense"
@@ -27,8 +28,18 @@ class Dense(Method):
 
     @classmethod
     def at_density(cls, density: float, **params: Any) -> Self:
-        """Return the method; 1 is the only density it has."""
-        del density
+        """Return the method; 1 is the only density it has.
+
+        Warns:
+            UserWarning: Another density is asked for.
+        """
+        if density != 1:
+            warnings.warn(
+                f"{cls.name}: every key is read, so the density is 1 and not {density!r}; leave it "
+                "out, or choose a sparse method",
+                UserWarning,
+                stacklevel=3,
+            )
         return cls(**params)
 
     def static_key(self, call: Call) -> Hashable:

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gossamer.methods.base import register
+from gossamer.methods.base import check_share, register
 from gossamer.methods.regions import RegionMethod, Regions, check_sides
 from gossamer.select.spread import take_spread
 
@@ -43,6 +43,7 @@ class DraftAttention(RegionMethod):
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         super().__post_init__()
+        check_share(self.name, "density", self.density)  # there is no other budget
         object.__setattr__(self, "region", check_sides(self.name, "region", self.region, 2))
 
     def _shape(self) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from gossamer.methods.base import (
     check_share,
     check_tensors,
     logit_scale,
+    refuse_unused,
     register,
 )
 from gossamer.methods.blocked import block_plan
@@ -99,6 +100,8 @@ class FlexPrefill(Method):
         check_share(self.name, "tau", self.tau, zero=True)
         for name in ("min_budget", "block", "tile"):
             check_count(self.name, name, getattr(self, name))
+        if self.density is not None:
+            refuse_unused(self, f"beside density={self.density:g}", "mass", "min_budget")
 
     @classmethod
     def at_density(cls, density: float, **params: Any) -> Self:

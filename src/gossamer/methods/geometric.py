@@ -14,16 +14,26 @@ from gossamer.plan import KeyTokens, SparsePlan
 from gossamer.select.runs import Runs, list_runs, solve_knob
 
 
-def check_number(method: str, name: str, value: float | None, *, zero: bool = False) -> None:
-    """Refuse what is not a finite number above 0, or from 0 on where `zero` (None passes).
+def check_number(
+    method: str, name: str, value: float | None, *, zero: bool = False, optional: bool = False
+) -> None:
+    """Refuse what is not a finite number above 0, or from 0 on where `zero`.
+
+    None passes where it is `optional`.
 
     Raises:
         PlanError: Naming the parameter, the value and the range.
     """
-    if value is None:
+    if value is None and optional:
         return
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+    if (
+        value is None
+        or isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value < 0
+        or (value == 0 and not zero)
+    ):
         raise PlanError(f"{method}: {name}={value!r} must be a number {'>=' if zero else '>'} 0")
 
 

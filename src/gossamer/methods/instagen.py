@@ -31,6 +31,7 @@ _RANDOM_SIZE = ("poisson", "replacement")
 _SCORERS = ("svg2", "svoo", "variance")
 _PHASE_SALT = 2  # apart from the salts of the two clusterings
 _SHARES = (0.08, 0.08)  # exact and sampled, the paper's main setting (8+8%)
+_ROUNDING = 1e-9  # of sums of shares
 
 
 @register
@@ -80,8 +81,10 @@ class InstaGen(ClusteredMethod):
     Attributes:
         density: exact + sampled; what is not given of the two is half of it, or what is left.
         exact: Budget of the exact set as a share of the keys (rho_E).
-        sampled: Budget of the sample as a share of the keys (rho_S). At 0 this is top-k, and the
-            cluster that crosses the budget is read whole (cut to fit where a density is asked).
+        sampled: Budget of the sample as a share of the keys (rho_S); with `exact` at most 1. At 0
+            this is top-k, and the cluster that crosses the budget is read whole (cut to fit where a
+            density is asked). Without a density, what is not given of the two is 0.08, or what the
+            other leaves of 1 where that is less.
         sampler: "importance", "uniform", "poisson" or "replacement".
         scorer: "svg2", "svoo" or "variance".
         query_clusters: C_q (paper: 100 or 300); None for one per 128 queries.
@@ -140,7 +143,7 @@ class InstaGen(ClusteredMethod):
         sizes = pairs.keys.size[:, :, None]  # [B, H, 1, C]
         valid = sizes.sum(-1)  # [B, H, 1]
         budget = (valid * rho_exact).round().long()
-        total_share = min(rho_exact + rho_sampled, 1.0)
+        total_share = min(rho_exact + rho_sampled, 1.0)  # the sum of two floats may round above 1
         width = max(1, round(k.shape[2] * total_share))
         if rho_sampled == 0:
             budget = budget.clamp(min=1)
@@ -216,18 +219,19 @@ def _shares(
         PlanError: The shares contradict the density, or add up to nothing or to more than 1.
     """
     if density is None:
-        exact = _SHARES[0] if exact is None else exact
-        sampled = _SHARES[1] if sampled is None else sampled
+        if exact is None:
+            exact = _SHARES[0] if sampled is None else min(_SHARES[0], 1 - sampled)
+        sampled = min(_SHARES[1], 1 - exact) if sampled is None else sampled
     elif exact is None:
         exact = density / 2 if sampled is None else density - sampled
         sampled = density - exact
     elif sampled is None:
         sampled = density - exact
     total = exact + sampled
-    agrees = density is None or abs(total - density) < 1e-9
-    if exact < 0 or sampled < 0 or not agrees or total <= 0:
+    agrees = density is None or abs(total - density) < _ROUNDING
+    if exact < 0 or sampled < 0 or not agrees or not 0 < total <= 1 + _ROUNDING:
         raise PlanError(
             f"instagen: exact={exact:g} and sampled={sampled:g} must be >= 0 and add up to "
-            + ("more than 0" if density is None else f"density={density:g}")
+            + ("more than 0 and at most 1" if density is None else f"density={density:g}")
         )
     return exact, sampled

@@ -25,7 +25,7 @@ from gossamer.group.relay import (
     patch_windows,
     segment_groups,
 )
-from gossamer.methods.base import Method, State, check_count, register
+from gossamer.methods.base import Method, State, check_count, refuse_unused, register
 from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan, join_text
 
 _CHOICES = {
@@ -140,6 +140,31 @@ class Intra(Method):
         if not isinstance(self.fit, bool):
             raise PlanError(f"intra: fit={self.fit!r} must be True or False")
         self._set_shapes()
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """Refuse what the schedule or the choice of groups leaves without effect."""
+        shapes = ("query_patch", "window")
+        if self.schedule == "g2s4":
+            others = ("interleave", "neighbourhood", "patch", "gather", *shapes)
+            unused = others if self.fit else ("groups", *others)  # a fitted span follows the groups
+        else:
+            unused = ("global_every", "global_groups", "global_block", "span", "sink")
+        if self.schedule == "scatter":
+            unused = (*unused, "interleave", "gather", *shapes)
+        elif self.schedule == "gather":  # text queries read Scatter groups all the same
+            unused = (*unused, "interleave")
+        self._refuse(f"with schedule={self.schedule!r}", *unused)
+        if self.gather != "window":
+            self._refuse(f"with gather={self.gather!r}", *shapes)
+        if self.neighbourhood == "strided":
+            self._refuse("with neighbourhood='strided'", "patch")
+
+    def _refuse(self, why: str, *names: str) -> None:
+        """Refuse parameters without effect; what was filled in where nothing was given passes."""
+        filled = {"window": _WINDOW, "span": _SPAN}
+        given = [name for name in names if getattr(self, name) != filled.get(name)]
+        refuse_unused(self, why, *given)
 
     def _set_shapes(self) -> None:
         """Make tuples of the shapes given, and fill in the published ones unless fitted."""
@@ -169,8 +194,13 @@ class Intra(Method):
             raise PlanError("intra: density chooses the number of groups: give one, not both")
         fewer = math.floor(1 / density)
         nearest = fewer + (density - 1 / (fewer + 1) <= 1 / fewer - density)
-        fit: dict[str, Any] = {"fit": True, **params}
-        return cls(groups=nearest, global_groups=nearest, **fit)
+        chosen: dict[str, Any] = {"fit": True, **params}
+        is_global = chosen.get("schedule") == "g2s4"
+        if is_global:
+            chosen["global_groups"] = nearest
+        if not is_global or chosen["fit"]:
+            chosen["groups"] = nearest
+        return cls(**chosen)
 
     def layer_kind(self, layer: int) -> str:
         """Return what a layer does: "scatter", "gather", "global" or "window"."""

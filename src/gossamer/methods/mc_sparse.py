@@ -19,6 +19,7 @@ from gossamer.methods.base import (
     check_count,
     check_share,
     logit_scale,
+    refuse_unused,
     register,
     without,
 )
@@ -109,6 +110,7 @@ class MCSparse(Method):
             check_count(self.name, name, getattr(self, name))
         if self.grouping == "none":
             object.__setattr__(self, "causal_reason", "")
+            refuse_unused(self, "with grouping='none'", "iterations")
 
     @classmethod
     def at_density(cls, density: float, **params: Any) -> Self:

@@ -18,6 +18,7 @@ from gossamer.methods.base import (
     check_share,
     check_tensors,
     logit_scale,
+    refuse_unused,
     register,
 )
 from gossamer.methods.blocked import block_plan, pooled_scores
@@ -36,6 +37,14 @@ from gossamer.select.whole_head import top_pairs, top_rows
 PATTERNS = ("vertical-slash", "block-sparse", "a-shape")
 _FIRST_COLUMNS = 30  # that vertical-slash keeps in any case, and
 _LAST_DIAGONALS = 100  # so many at the query's position; both as published
+# What each pattern reads of the parameters; "auto" is the search, and reads all patterns' too.
+_USES = {
+    "vertical-slash": ("columns", "diagonals", "queries"),
+    "block-sparse": ("blocks",),
+    "a-shape": ("sink", "local"),
+    "auto": ("search_density", "queries"),
+}
+_COUNTS = ("local", "columns", "diagonals", "blocks")  # what a density stands for
 _MARGIN = 1e-3  # of mass: below it rounding, not the head, would decide between patterns
 
 
@@ -119,6 +128,20 @@ class MInference(Method):
         counts = ("sink", "local", "columns", "diagonals", "blocks", "queries", "block", "tile")
         for name in counts:
             check_count(self.name, name, getattr(self, name))
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """Refuse what the pattern, or a budget by density, leaves without effect."""
+        used = {name for key, names in _USES.items() for name in names if self._may_use(key)}
+        every = {name for names in _USES.values() for name in names}
+        unused = sorted(every - used)
+        refuse_unused(self, f"with pattern={self.pattern!r}", *unused)
+        if self.density is not None:
+            refuse_unused(self, f"beside density={self.density:g}", *_COUNTS)
+
+    def _may_use(self, pattern: str) -> bool:
+        """Return whether a head may have the pattern."""
+        return self.pattern in (pattern, "auto")
 
     @classmethod
     def at_density(cls, density: float, **params: Any) -> Self:

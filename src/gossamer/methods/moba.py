@@ -11,7 +11,15 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.group import block_means
 from gossamer.group.places import place_means
-from gossamer.methods.base import Method, State, check_count, check_share, logit_scale, register
+from gossamer.methods.base import (
+    Method,
+    State,
+    check_count,
+    check_share,
+    logit_scale,
+    refuse_unused,
+    register,
+)
 from gossamer.methods.blocked import trimmed
 from gossamer.plan import KeyBlocks, SparsePlan
 from gossamer.select import BlockLayout, top_blocks
@@ -65,6 +73,8 @@ class MoBA(Method):
             check_share(self.name, "density", self.density)
         for name in ("top_k", "chunk", "tile"):
             check_count(self.name, name, getattr(self, name), optional=name == "chunk")
+        if self.density is not None:
+            refuse_unused(self, f"beside density={self.density:g}", "top_k")
 
     @classmethod
     def at_density(cls, density: float, **params: Any) -> Self:

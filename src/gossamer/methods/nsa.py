@@ -12,7 +12,15 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.errors import PlanError
 from gossamer.group import block_means
-from gossamer.methods.base import Method, State, check_count, check_share, logit_scale, register
+from gossamer.methods.base import (
+    Method,
+    State,
+    check_count,
+    check_share,
+    logit_scale,
+    refuse_unused,
+    register,
+)
 from gossamer.methods.blocked import block_plan
 from gossamer.plan import SparsePlan
 from gossamer.select import BlockLayout, block_layout, top_blocks
@@ -90,6 +98,8 @@ class NSA(Method):
                     f"{self.name}: {name}={getattr(self, name)} must be a multiple of "
                     f"stride={self.stride}"
                 )
+        if self.density is not None:
+            refuse_unused(self, f"beside density={self.density:g}", "selected", "local_blocks")
 
     @classmethod
     def at_density(cls, density: float, **params: Any) -> Self:

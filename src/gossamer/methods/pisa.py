@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gossamer.methods.base import check_share, register
+from gossamer.methods.base import check_share, refuse_unused, register
 from gossamer.methods.compensated import CompensatedMethod, Pooled
 from gossamer.select import top_blocks
 
@@ -54,6 +54,8 @@ class PISA(CompensatedMethod):
         """Refuse values out of range."""
         super().__post_init__()
         check_share(self.name, "exact", self.exact)
+        if self.density is not None:
+            refuse_unused(self, f"beside density={self.density:g}", "exact")
 
     def _own(self, pooled: Pooled) -> Tensor:
         """Keep the best blocks, `exact` of those that hold keys, rounded up."""

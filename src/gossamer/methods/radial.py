@@ -84,7 +84,7 @@ class Radial(Method):
             object.__setattr__(self, "decay", _DECAY)
         if self.density is not None:
             check_share(self.name, "density", self.density)
-        check_number(self.name, "decay", self.decay, zero=True)
+        check_number(self.name, "decay", self.decay, zero=True, optional=True)
         check_size(self.name, "sink_frames", self.sink_frames)
         for name in ("block", "tile"):
             check_count(self.name, name, getattr(self, name))

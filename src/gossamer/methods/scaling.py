@@ -11,7 +11,15 @@ from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.errors import PlanError, UnsupportedError
-from gossamer.methods.base import Method, State, check_count, check_share, logit_scale, register
+from gossamer.methods.base import (
+    Method,
+    State,
+    check_count,
+    check_share,
+    logit_scale,
+    refuse_unused,
+    register,
+)
 from gossamer.methods.blocked import block_plan, trimmed
 from gossamer.plan import KeyBlocks, SparsePlan
 from gossamer.select import block_layout
@@ -23,6 +31,7 @@ from gossamer.select.profile import (
     announce_resize,
     budgets,
     read_profile,
+    settle_profile,
 )
 from gossamer.select.resize import Grid, token_order
 from gossamer.select.saliency import block_saliency, threshold_map, threshold_mask
@@ -64,9 +73,10 @@ class ScalingAttention(Method):
 
     Attributes:
         profile: A file written by `gossamer calibrate`, or the name of a bundled model with one
-            ("tiny-wan"). None: self-calibrating, as said above.
-        density: Share of the pairs; with a profile of the whole generation. 0.5 where neither it
-            nor p is given.
+            ("tiny-wan"). It is read when the method is made, and a file kept by its absolute path.
+            None: self-calibrating, as said above.
+        density: Share of the pairs; with a profile of the whole generation, and at least what its
+            sparsest masks come to: asking for less warns. 0.5 where neither it nor p is given.
         p: One threshold for all heads instead: the kept share of a row for a single prompt.
         budgets: How a density is shared out with a profile: "fast" by fidelity, or "uniform".
         orientation: Where FAST wants the highest fidelity: "deep-noisy" (late layers and first
@@ -81,6 +91,7 @@ class ScalingAttention(Method):
         "ScalingAttention: Discovering Intrinsic Sparse Attention Topology for Video Diffusion "
         "Transformers (arXiv 2606.23019)"
     )
+    file_params: ClassVar[tuple[str, ...]] = ("profile",)
 
     profile: str | None = None
     density: float | None = None
@@ -113,6 +124,15 @@ class ScalingAttention(Method):
                 f"scaling: permute={self.permute!r} needs a profile that holds the orders: make "
                 "one with `gossamer calibrate --permute axis`"
             )
+        if self.profile is not None:
+            object.__setattr__(self, "profile", settle_profile(self.profile))
+            read_profile(self.profile).check(block=self.block, permute=self.permute)
+        else:
+            refuse_unused(self, "without a profile", "budgets", "orientation")
+        if self.p is not None:
+            refuse_unused(self, f"beside p={self.p:g}", "budgets", "orientation")
+        if self.budgets != "fast":
+            refuse_unused(self, f"with budgets={self.budgets!r}", "orientation")
 
     @classmethod
     def at_density(cls, density: float, **params: Any) -> Self:

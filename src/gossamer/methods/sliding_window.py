@@ -12,7 +12,15 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.errors import PlanError, UnsupportedError
 from gossamer.group.patches import Patches, line_tiles, patch_tiles
-from gossamer.methods.base import Method, State, check_count, check_share, register, without
+from gossamer.methods.base import (
+    Method,
+    State,
+    check_count,
+    check_share,
+    refuse_unused,
+    register,
+    without,
+)
 from gossamer.methods.blocked import block_plan
 from gossamer.methods.geometric import band_entry, check_size, only_one, runs_plan
 from gossamer.plan import SparsePlan, join_text
@@ -96,11 +104,25 @@ class SlidingWindow(Method):
             check_count(name, field, getattr(self, field), optional=field == "window")
         for field in ("sink", "sink_frames"):
             check_size(name, field, getattr(self, field))
+        if self.window3d is not None:
+            refuse_unused(self, "beside window3d", "block")
 
     @classmethod
     def at_density(cls, density: float, **params: Any) -> Self:
         """Return the method with a window that computes `density` at each call's size."""
         return cls(density=density, **params)
+
+    def check_call(self, call: Call) -> None:
+        """Refuse sink frames where there are no frames; see `Method.check_call`.
+
+        Raises:
+            PlanError: `sink_frames` without a grid.
+        """
+        super().check_call(call)
+        if self.sink_frames and call.grid is None:
+            raise PlanError(
+                f"{self.name}: sink_frames={self.sink_frames} needs call.grid; use sink"
+            )
 
     def static_key(self, call: Call) -> Hashable:
         """Return the parameters: the plan depends on sizes alone."""
@@ -144,11 +166,7 @@ class SlidingWindow(Method):
     def _sink(self, call: Call, num_keys: int) -> int:
         """Return how many first tokens are sinks."""
         sink = self.sink
-        if self.sink_frames:
-            if call.grid is None:
-                raise PlanError(
-                    f"{self.name}: sink_frames={self.sink_frames} needs call.grid; use sink"
-                )
+        if self.sink_frames and call.grid is not None:
             sink = max(sink, self.sink_frames * call.grid[1] * call.grid[2])
         return min(sink, num_keys)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import PlanError
-from gossamer.methods.base import register
+from gossamer.methods.base import refuse_unused, register
 from gossamer.methods.compensated import CompensatedMethod, Pooled
 
 
@@ -65,6 +65,8 @@ class SolAttn(CompensatedMethod):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise PlanError(f"{self.name}: {name}={value!r} must be an integer >= 0")
+        if self.density is not None:
+            refuse_unused(self, f"beside density={self.density:g}", "tau")
 
     def _own(self, pooled: Pooled) -> Tensor:
         """Keep the blocks whose score exceeds the threshold predicted for the row."""

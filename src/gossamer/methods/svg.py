@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.counter import uniform
+from gossamer.errors import PlanError
 from gossamer.methods.base import (
     Method,
     State,
@@ -85,6 +86,16 @@ class SVG(Method):
         """Return the method with bands that compute `density`."""
         return cls(density=density, **params)
 
+    def check_call(self, call: Call) -> None:
+        """Refuse sink frames where there are no frames; see `Method.check_call`.
+
+        Raises:
+            PlanError: `sink_frames` without a grid.
+        """
+        super().check_call(call)
+        if self.sink_frames and call.grid is None:
+            raise PlanError(f"svg: sink_frames={self.sink_frames} needs call.grid; leave it out")
+
     def _plan_latent(
         self, q: Tensor, k: Tensor, v: Tensor, call: Call, state: State | None
     ) -> SparsePlan:
@@ -93,7 +104,7 @@ class SVG(Method):
         num_queries, num_keys = lengths = q.shape[2], k.shape[2]
         device = q.device
         frames, rows, columns = call.grid or (1, 1, num_keys)
-        sinks = min(self.sink_frames, frames) * rows * columns if call.grid is not None else 0
+        sinks = min(self.sink_frames, frames) * rows * columns
         spatial = self._order(num_queries, num_keys, device)
         keep = self._band(spatial, sinks, call, lengths)
         has_time = frames > 1 and rows * columns > 1 and self.density < 1

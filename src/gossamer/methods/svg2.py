@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.group import Pairs
-from gossamer.methods.base import check_share, register
+from gossamer.methods.base import check_share, refuse_unused, register
 from gossamer.methods.clustered import ClusteredMethod
 from gossamer.plan import KeyTokens
 from gossamer.select import list_keys, take_clusters, top_mass
@@ -55,6 +55,8 @@ class SVG2(ClusteredMethod):
         super().__post_init__()
         check_share(self.name, "mass", self.mass)
         check_share(self.name, "min_ratio", self.min_ratio, zero=True)
+        if self.density is not None:
+            refuse_unused(self, f"beside density={self.density:g}", "mass", "min_ratio")
 
     def _keys(self, pairs: Pairs, k: Tensor, v: Tensor, call: Call) -> KeyTokens:
         """Keep the clusters of greatest estimated mass."""

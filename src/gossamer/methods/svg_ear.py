@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.errors import PlanError
 from gossamer.group import Pairs
-from gossamer.methods.base import check_share, logit_scale, register
+from gossamer.methods.base import check_share, logit_scale, refuse_unused, register
 from gossamer.methods.clustered import ClusteredMethod
 from gossamer.plan import KeyTokens
 from gossamer.select import list_keys, top_mass
@@ -76,6 +76,8 @@ class SVGEAR(ClusteredMethod):
         number = isinstance(self.gamma, (int, float)) and not isinstance(self.gamma, bool)
         if not number or not 0 <= self.gamma <= 10:
             raise PlanError(f"svg-ear: gamma={self.gamma!r} must be a number with 0 <= gamma <= 10")
+        if self.density is not None:
+            refuse_unused(self, f"beside density={self.density:g}", "mass")
 
     def _keys(self, pairs: Pairs, k: Tensor, v: Tensor, call: Call) -> KeyTokens:
         """Route the budget by error and let centroids stand for the rest."""

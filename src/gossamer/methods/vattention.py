@@ -20,6 +20,7 @@ from gossamer.methods.base import (
     check_count,
     check_share,
     logit_scale,
+    refuse_unused,
     register,
 )
 from gossamer.plan import KeyTokens, SparsePlan
@@ -129,6 +130,8 @@ class VAttention(Method):
             raise PlanError(
                 f"vattention: exact={self.exact:g} must be at most density={self.density:g}"
             )
+        if self.density is not None:
+            refuse_unused(self, f"beside density={self.density:g}", "epsilon", "delta", "base")
 
     @classmethod
     def at_density(cls, density: float, **params: Any) -> Self:

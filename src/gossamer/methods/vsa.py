@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gossamer.methods.base import check_share, register
+from gossamer.methods.base import check_share, refuse_unused, register
 from gossamer.methods.regions import RegionMethod, Regions, check_sides
 from gossamer.select import top_blocks
 from gossamer.select.spread import take_spread
@@ -49,6 +49,8 @@ class VSA(RegionMethod):
         super().__post_init__()
         check_share(self.name, "keep", self.keep)
         object.__setattr__(self, "cube", check_sides(self.name, "cube", self.cube, 3))
+        if self.density is not None:
+            refuse_unused(self, f"beside density={self.density:g}", "keep")
 
     def _shape(self) -> tuple[int, int, int]:
         """Return the cube."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.errors import PlanError
 from gossamer.group.antidiagonal import Strides, antidiagonal_mass
-from gossamer.methods.base import check_count, check_share, logit_scale, register
+from gossamer.methods.base import check_count, check_share, logit_scale, refuse_unused, register
 from gossamer.methods.blocked import BlockedMethod
 from gossamer.select import BlockLayout
 from gossamer.select.mass_beside import top_mass_beside
@@ -69,6 +69,8 @@ class XAttention(BlockedMethod):
                 raise PlanError(
                     f"{self.name}: {name}={size} must be a multiple of stride={self.stride}"
                 )
+        if self.density is not None:
+            refuse_unused(self, f"beside density={self.density:g}", "mass")
 
     def _scores(self, q: Tensor, k: Tensor, v: Tensor, call: Call, layout: BlockLayout) -> Tensor:
         """Return the log of the estimated mass of each tile and block."""

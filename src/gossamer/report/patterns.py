@@ -45,9 +45,12 @@ def method_panels(name: str) -> list[Panel]:
 def example_panels(name: str) -> list[Panel]:
     """Draw what any method does with four frames of 16 × 16 tokens, at a quarter of the pairs.
 
+    Dense attention reads them all.
+
     Queries and keys are seeded: content that changes smoothly over the grid, and some noise.
     """
-    method = gs.get_method(name, density=EXAMPLE_DENSITY)
+    density = None if name == gs.Dense.name else EXAMPLE_DENSITY
+    method = gs.get_method(name, density=density)
     q, k, v = example_tensors(EXAMPLE_GRID)
     call = gs.Call(grid=EXAMPLE_GRID)
     plan = method.plan(q, k, v, call)

@@ -216,6 +216,17 @@ def solve_uniform(density: float, curves: Curves) -> Solution:
     return _solution(curves, level)
 
 
+def least_density(curves: Curves, floor: float = 0.0) -> float:
+    """Return the density of the sparsest table: every head at its first level.
+
+    Args:
+        curves: The measured heads.
+        floor: Share that every head keeps in any case.
+    """
+    first = torch.zeros_like(curves.density[..., 0], dtype=torch.int64)
+    return _mean(curves, curves.density.clamp(min=floor), first)
+
+
 def _solution(
     curves: Curves, level: Tensor, beta: float = 0.0, omega: float = 0.0, gamma: float = 0.0
 ) -> Solution:

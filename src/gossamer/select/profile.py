@@ -31,6 +31,7 @@ from gossamer.select.fidelity import (
     Curves,
     Solution,
     bucket_of,
+    least_density,
     level_density,
     solve_fast,
     solve_uniform,
@@ -44,6 +45,7 @@ KIND = "scaling"
 FILE_NAME = "scaling.safetensors"
 BUDGETS = ("fast", "uniform")
 PERMUTES = ("none", "axis")
+_NEAR = 0.02  # how nearly a density is met, DESIGN.md law 5
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -177,19 +179,42 @@ def find_profile(name_or_path: str) -> str:
     """Return the path of a shipped profile or of a profile file.
 
     Raises:
-        PlanError: Neither is there; the message names the shipped ones.
+        PlanError: Neither is there; the message has the path tried and names the shipped ones.
     """
     if os.path.isfile(name_or_path):
         return os.path.abspath(name_or_path)
     known = shipped_profiles()
     if name_or_path in known:
         return str(files("gossamer") / "models" / name_or_path.replace("-", "_") / FILE_NAME)
-    near = difflib.get_close_matches(name_or_path, known, n=1)
+    near = difflib.get_close_matches(os.path.basename(name_or_path), known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise PlanError(
-        f"no profile {name_or_path!r}: {hint}give a file that `gossamer calibrate` wrote"
+        f"no profile {name_or_path!r}: there is no file {os.path.abspath(name_or_path)}; {hint}"
+        "give a file that `gossamer calibrate` wrote"
         + (f", or one of {', '.join(known)}" if known else "")
     )
+
+
+def settle_profile(name_or_path: str) -> str:
+    """Return what names a profile whatever the current directory becomes, once it can be read.
+
+    Returns:
+        The name of a shipped profile as it stands, the absolute path of a file.
+
+    Raises:
+        PlanError: There is no such profile.
+        ProfileMismatchError: The file is no profile, or of another format version.
+    """
+    path = read_profile(name_or_path).path
+    return path if os.path.isfile(name_or_path) else name_or_path
+
+
+def place_profile(name_or_path: str, folder: str | os.PathLike[str]) -> str:
+    """Return a profile that a file in `folder` names: relative paths count from there."""
+    placed = os.path.join(folder, name_or_path)
+    if not os.path.isfile(placed) and name_or_path in shipped_profiles():
+        return name_or_path
+    return placed
 
 
 def read_profile(name_or_path: str) -> Profile:
@@ -204,8 +229,18 @@ def read_profile(name_or_path: str) -> Profile:
     return _read(path, (status.st_mtime_ns, status.st_size))
 
 
-def budgets(profile: Profile, density: float, grid: Grid, kind: str, orientation: str) -> Solution:
+def budgets(
+    profile: Profile,
+    density: float,
+    grid: Grid,
+    kind: str,
+    orientation: str,
+    *,
+    floor: float = 0.0,
+) -> Solution:
     """Solve for the table of budgets that meets a density at a resolution; kept in memory.
+
+    Warns, once per file, resolution and density, where even the sparsest masks exceed the density.
 
     Args:
         profile: The profile.
@@ -213,8 +248,10 @@ def budgets(profile: Profile, density: float, grid: Grid, kind: str, orientation
         grid: (frames, rows, columns) of the running call.
         kind: One of `BUDGETS`.
         orientation: One of `ORIENTATIONS`, for "fast".
+        floor: Share that every head keeps, whatever the table says.
     """
     curves = profile.curves(grid)
+    _announce_least(profile.path, profile.stamp, grid, density, floor)
     if kind == "uniform":
         return _solve_uniform(curves, density)
     return _solve_fast(curves, density, orientation)
@@ -230,6 +267,22 @@ def announce_resize(path: str, stamp: tuple[int, int], grid: Grid) -> None:
         UserWarning,
         stacklevel=2,
     )
+
+
+@lru_cache(maxsize=64)
+def _announce_least(
+    path: str, stamp: tuple[int, int], grid: Grid, density: float, floor: float
+) -> None:
+    """Warn, once per file, resolution and density, that the masks are denser than was asked."""
+    least = least_density(_curves(path, stamp, grid), floor)
+    if density < least - _NEAR:
+        warnings.warn(
+            f"density={density:g} was asked for, but the sparsest masks of {path} on the grid "
+            f"{grid} come to {least:.3f}, which is what runs: ask for at least that, or calibrate "
+            "with smaller blocks or for this resolution",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 # The curves are the key of the caches below, and compare by identity.
@@ -279,13 +332,19 @@ def _read(path: str, stamp: tuple[int, int]) -> Profile:
             file.get_tensor(name) for name in ("order", "levels", "fidelity", "error")
         )
         maps = tuple(file.get_slice("thresholds").get_shape())
-    num_layers, num_heads = order.shape
-    frames, rows, columns = metadata["grid"]
-    num_buckets = fidelity.shape[0]
+    frames, rows, columns = _checked_grid(metadata, path)
     num_blocks = -(-frames * rows * columns // metadata["block"])
-    shape = (num_buckets, num_layers, num_heads, num_blocks, num_blocks)
-    if maps != shape:
-        raise ProfileMismatchError(f"{path}: expected thresholds {shape}, got {maps}")
+    num_layers, num_heads = order.shape if order.dim() == 2 else (0, 0)
+    num_buckets, places = fidelity.shape[0] if fidelity.dim() else 0, (num_layers, num_heads)
+    shapes = {
+        "order": (places, tuple(order.shape)),
+        "fidelity": ((num_buckets, *places, *levels.shape), tuple(fidelity.shape)),
+        "error": (tuple(fidelity.shape), tuple(error.shape)),
+        "thresholds": ((num_buckets, *places, num_blocks, num_blocks), maps),
+    }
+    for name, (expected, got) in shapes.items():
+        if expected != got or 0 in got:
+            raise ProfileMismatchError(f"{path}: expected {name} {expected}, got {got}")
     return Profile(
         path=path,
         stamp=stamp,
@@ -303,6 +362,29 @@ def _read(path: str, stamp: tuple[int, int]) -> Profile:
         error=error.double(),
         metadata=metadata,
     )
+
+
+def _checked_grid(metadata: dict[str, Any], path: str) -> Grid:
+    """Return the grid of a profile's metadata, whose facts are checked for their types.
+
+    Raises:
+        ProfileMismatchError: Naming what is not as calibration writes it.
+    """
+    grid: Any = metadata["grid"]
+    sizes = {name: metadata[name] for name in ("block", "num_steps")}
+    if isinstance(grid, list) and len(grid) == 3:
+        sizes |= {f"grid[{axis}]": size for axis, size in enumerate(grid)}
+        for name, size in sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ProfileMismatchError(
+                    f"{path}: expected {name} to be an integer >= 1, got {size!r}"
+                )
+        if metadata["permute"] not in PERMUTES:
+            raise ProfileMismatchError(
+                f"{path}: expected permute to be one of {PERMUTES}, got {metadata['permute']!r}"
+            )
+        return grid[0], grid[1], grid[2]
+    raise ProfileMismatchError(f"{path}: expected grid to be three integers, got {grid!r}")
 
 
 def read_metadata(file: Any, path: str, kind: str) -> dict[str, Any]:  # noqa: ANN401 -- safetensors ships no types

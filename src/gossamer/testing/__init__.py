@@ -7,6 +7,7 @@ from gossamer.testing.laws import (
     check_monotone,
     check_padding,
     check_valid,
+    method_at,
     visible,
 )
 from gossamer.testing.shape import Shape
@@ -23,6 +24,7 @@ __all__ = [
     "check_monotone",
     "check_padding",
     "check_valid",
+    "method_at",
     "tolerance",
     "visible",
 ]
