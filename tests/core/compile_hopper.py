@@ -26,6 +26,7 @@ OPTIONAL = {
     "query_ptr": "queries",
     "order_ptr": "order",
     "valid_ptr": "padded",
+    "sink_ptr": "padded",
 }
 VALUES = ("q_ptr", "k_ptr", "v_ptr", "extra_k_ptr", "extra_v_ptr", "out_ptr")
 TYPES = {"lse_ptr": "fp32", "weight_ptr": "fp32", "table_ptr": "i64", "valid_ptr": "u8"}

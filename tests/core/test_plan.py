@@ -47,7 +47,12 @@ def test_weights_respect_causality_padding_and_window(shape: Shape, opt: Options
             inside &= key >= position - left
         if right >= 0:
             inside &= key <= position + right
-        assert not (read & ~(inside | (key < sink))).any()
+        valid = torch.ones(1, plan.num_keys, dtype=torch.bool)
+        valid = valid if plan.key_valid is None else plan.key_valid
+        first = torch.zeros_like(valid)
+        for row, keys in zip(first, valid, strict=True):  # padding is no sink
+            row[keys.nonzero()[:sink, 0]] = True
+        assert not (read & ~(inside | first[:, None, None])).any()
 
 
 @given(shapes(max_tokens=120), options())

@@ -47,7 +47,7 @@ def exact_by_loops(
     budget = min(round(len(keys) * share), len(keys))
     logits = (k[b, h // group] @ queries.centroids[b, h, g]).tolist()
     best = sorted(keys, key=lambda j: (-logits[j], j))
-    forced = {j for j in keys if j < method.sink_keys}
+    forced = set(keys[: method.sink_keys])
     if method.local is not None:
         for i in range(num_queries):
             if num_queries == num_keys and not valid[b, i]:

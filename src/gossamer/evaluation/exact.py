@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer.counter import uniform
 from gossamer.plan import KeyTokens, SparsePlan
 from gossamer.plan.rows import expand, read_rows, tile_queries, tile_rows
-from gossamer.plan.visible import allowed, bounds
+from gossamer.plan.visible import allowed, bounds, sink_ends
 
 _CHUNK_BYTES = 64 << 20  # of one matrix of logits or weights
 _ROW_SALT = 3  # apart from the salts of planning
@@ -108,7 +108,8 @@ class PlanRows:
         column = torch.where(rows.listed, rows.index, width)
         result = weight.new_zeros(len(row), width + 1).scatter_(1, column, weight)[:, :width]
         index = torch.arange(width, device=row.device)
-        inside = allowed(bounds(plan, queries[:, None]), index, plan.num_keys)  # [n, S + E]
+        limits = bounds(plan, queries[:, None], sink_ends(plan)[0])
+        inside = allowed(limits, index, plan.num_keys)  # [n, S + E]
         return result.view(heads, len(queries), width) * inside
 
 

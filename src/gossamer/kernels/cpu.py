@@ -10,7 +10,7 @@ from torch import Tensor
 from gossamer.kernels.base import AttentionOutput, with_virtual_keys
 from gossamer.plan import KeyBlocks, SparsePlan
 from gossamer.plan.rows import tile_queries, tile_rows
-from gossamer.plan.visible import Bounds, allowed, bounds, is_masked
+from gossamer.plan.visible import Bounds, allowed, bounds, is_masked, sink_ends
 
 _GATHER_BYTES = 32 << 20  # of gathered keys and values at once; more falls out of the cache
 _MASK_BYTES = 16 << 20  # of one additive mask
@@ -50,22 +50,24 @@ class CpuKernel:
         out = torch.zeros_like(q, memory_format=torch.contiguous_format)
         lse = torch.full(q.shape[:3], -torch.inf, dtype=torch.float32)
         reader = _Reader.of(plan)
+        sinks = sink_ends(plan).expand(q.shape[0])
         for b in range(q.shape[0]):
             for h in range(q.shape[1]):
-                head = _Head(q[b, h], k[b, h // group], v[b, h // group], scale, plan)
+                head = _Head(q[b, h], k[b, h // group], v[b, h // group], scale, plan, sinks[b])
                 _run_head(head, reader, b, h, out[b, h], lse[b, h])
         return AttentionOutput(out, lse)
 
 
 @dataclass(frozen=True)
 class _Head:
-    """The tensors of one (batch, head): q [N, D], k and v [S + E, D]."""
+    """The tensors of one (batch, head): q [N, D], k and v [S + E, D]; where its sinks end, []."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     scale: float
     plan: SparsePlan
+    sink: Tensor
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ def _run_row(head: _Head, q: Tensor, job: _Job) -> tuple[Tensor, Tensor]:
     query, index, log_weight = job.query, job.index, job.log_weight
     masked = is_masked(head.plan)
     if masked:  # stop at the last key that any query of the row sees
-        limits = bounds(head.plan, query)
+        limits = bounds(head.plan, query, head.sink)
         last = limits.high.maximum(limits.sink).max()
         reach = torch.searchsorted(index, last.to(index.dtype))
         if int(reach) < len(index) and _no_virtual(head.plan):
@@ -296,7 +298,8 @@ def _masked(
     step = max(1, _MASK_BYTES // (4 * len(index)))
     for begin in range(0, len(q), step):
         part = slice(begin, begin + step)
-        limits = Bounds(*(x[:, None] for x in bounds(head.plan, query[part])))
+        limits = bounds(head.plan, query[part], head.sink)
+        limits = Bounds(*(x[:, None] for x in limits))
         seen = allowed(limits, index, head.plan.num_keys)  # [n, L]
         mask = torch.zeros((), dtype=torch.float32) if log_weight is None else log_weight
         mask = torch.where(seen, mask, -torch.inf)

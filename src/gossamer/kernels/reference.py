@@ -8,7 +8,7 @@ from torch import Tensor
 from gossamer.kernels.base import AttentionOutput, BackwardInput, with_virtual_keys
 from gossamer.plan import SparsePlan
 from gossamer.plan.rows import expand, read_rows, tile_queries, tile_rows
-from gossamer.plan.visible import Bounds, allowed, bounds
+from gossamer.plan.visible import Bounds, allowed, bounds, sink_ends
 
 _CHUNK_BYTES = 128 << 20  # of the float64 gathered keys and logits held at once
 _AUTOGRAD = torch._C.DispatchKey.AutogradFunctionality
@@ -39,13 +39,15 @@ class ReferenceKernel:
         rows = expand(tile_rows(plan), batch, heads).flatten()
         tiles = torch.arange(len(rows), device=q.device)
         of_batch, of_head = tiles // (heads * plan.num_tiles), tiles // plan.num_tiles % heads
+        sinks = sink_ends(plan).expand(batch)[of_batch]
         outs: list[Tensor] = []
         sums: list[Tensor] = []
         per_tile = 8 * max(k.shape[2], 1) * (2 * dim + 2 * plan.tile)
         for part in tiles.split(max(1, _CHUNK_BYTES // per_tile)):
             b, h, query = of_batch[part], of_head[part], queries[part]
             row = read_rows(plan, b, h, rows[part])
-            limits = Bounds(*(x[..., None] for x in bounds(plan, query)))  # [n, tile, 1]
+            limits = bounds(plan, query, sinks[part, None])
+            limits = Bounds(*(x[..., None] for x in limits))  # [n, tile, 1]
             inside = allowed(limits, row.index[:, None], plan.num_keys)
             seen = row.listed[:, None] & inside  # [n, tile, L]
             at = (b[:, None], (h // group)[:, None], row.index)

@@ -81,7 +81,7 @@ class CompensatedMethod(Method):
         del num_blocks
 
     def _forced(self, pooled: Pooled) -> Tensor | None:
-        """Return the blocks that are exact in any case, [1, 1, R, C] bool; None for each best."""
+        """Return the blocks that are exact in any case, [B|1, 1, R, C] bool; None for each best."""
         del pooled
 
     def _plan_latent(

@@ -27,6 +27,7 @@ from gossamer.group.relay import (
 )
 from gossamer.methods.base import Method, State, check_count, refuse_unused, register
 from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan, join_text
+from gossamer.plan.visible import first_end
 
 _CHOICES = {
     "schedule": ("interleave", "scatter", "gather", "g2s4"),
@@ -95,7 +96,7 @@ class Intra(Method):
         global_block: Tokens per block of a global layer.
         span: Keys before a query that a window layer reads; also behind it where not causal. None
             for 575, or with `fit` for 1/G of the pairs.
-        sink: First tokens that every query of a window layer reads.
+        sink: First tokens that every query of a window layer reads; padding does not count.
 
     Other parameters:
         tile: Queries per tile; 64 at most for windows of query patches of up to 64 tokens.
@@ -389,23 +390,40 @@ class Intra(Method):
         first = torch.arange(0, num_queries, self.tile, device=q.device)
         last = (first + self.tile).clamp(max=num_queries) - 1
         shift = num_keys - num_queries
-        low = (first + shift - span).clamp(min=sink)
+        sinks, number, end = self._sinks(sink, call, q.device)
+        low = (first + shift - span).maximum(end[:, None])  # [B|1, T]
         high = (last + shift + right).clamp(max=num_keys - 1)
         place = torch.arange(sink + self.tile + span + right, device=q.device)
-        key = torch.where(place < sink, place, low[:, None] + place - sink)  # [T, L]
+        is_sink = place < number[:, None]  # [B|1, L]
+        behind = low[..., None] + (place - number[:, None])[:, None]  # [B|1, T, L]
+        listed = torch.nn.functional.pad(sinks, (0, len(place) - sink))
+        key = torch.where(is_sink[:, None], listed[:, None], behind)
         return SparsePlan(
             num_queries=num_queries,
             num_keys=num_keys,
             tile=self.tile,
             keys=KeyTokens.from_lists(
-                key.clamp(max=num_keys - 1)[None, None],
-                count=(sink + (high - low + 1).clamp(min=0))[None, None],
+                key.clamp(max=num_keys - 1)[:, None],
+                count=(number[:, None] + (high - low + 1).clamp(min=0))[:, None],
             ),
             causal=call.causal,
             key_valid=call.key_valid,
             window=(span, right, self.sink),
             scale=call.scale,
         )
+
+    @staticmethod
+    def _sinks(number: int, call: Call, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sinks [B|1, number], ascending, how many there are [B|1], and where they end.
+
+        They are the first keys that are no padding.
+        """
+        if call.key_valid is None:
+            first = torch.arange(number, device=device)[None]
+            size = torch.full((1,), number, device=device)
+            return first, size, size
+        first = (~call.key_valid).byte().argsort(dim=-1, stable=True)[:, :number]
+        return first, call.key_valid.sum(-1).clamp(max=number), first_end(call.key_valid, number)
 
 
 class _Rows(NamedTuple):

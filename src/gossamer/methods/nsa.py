@@ -59,7 +59,7 @@ class NSA(Method):
             half of what the row may read goes to the window, the rest to selected blocks, its
             fractions spread over the rows. None: the counts decide.
         selected: Blocks each query selects (paper: 16), forced ones counted.
-        first_blocks: First blocks that are selected in any case (paper: 1).
+        first_blocks: First blocks that hold a key, selected in any case (paper: 1).
         local_blocks: Blocks up to the query's own, and without causality from it, that are selected
             in any case (paper: 2).
         window: Keys of the sliding window (paper: 512), the query's own counted.
@@ -133,7 +133,7 @@ class NSA(Method):
             column = torch.arange(part.importance.shape[-1], device=q.device)
             holds_keys = (layout.share > 0).any(2, keepdim=True)[:, :, None]
             possible = holds_keys & ((column * self.block <= position) | (not call.causal))
-            forced = self._first(layout) | torch.zeros_like(possible)
+            forced = self._first(layout)[:, :, None] | torch.zeros_like(possible)
             if call.causal or q.shape[2] == k.shape[2]:
                 away = position // self.block - column
                 local = away.abs() < self.local_blocks
@@ -216,9 +216,9 @@ class NSA(Method):
         return near if near.dim() == 4 else near[None, None]
 
     def _first(self, layout: BlockLayout) -> Tensor:
-        """Return which blocks are the first, [C] bool."""
-        device = layout.possible.device
-        return torch.arange(layout.possible.shape[-1], device=device) < self.first_blocks
+        """Return which blocks are the first that hold a key, [B|1, 1, 1, C] bool."""
+        holds_keys = (layout.share > 0).any(2, keepdim=True)
+        return holds_keys & (holds_keys.cumsum(-1) <= self.first_blocks)
 
     def _importance(self, q: Tensor, k: Tensor, call: Call) -> Iterator[_Part]:
         """Yield the importance of every block for each query, some tiles at a time."""

@@ -24,6 +24,7 @@ from gossamer.methods.base import (
 from gossamer.methods.blocked import block_plan
 from gossamer.methods.geometric import band_entry, check_size, only_one, runs_plan
 from gossamer.plan import SparsePlan, join_text
+from gossamer.plan.visible import first_end
 from gossamer.select import block_layout
 from gossamer.select.runs import Runs
 from gossamer.select.spans import visible_pairs
@@ -64,7 +65,7 @@ class SlidingWindow(Method):
         window: Keys per query in the sequence, itself counted.
         window3d: (frames, rows, columns) per query; larger than the grid means all of it.
         density: Share of the visible pairs to compute. Without any of the three: 0.2.
-        sink: First tokens that every query reads.
+        sink: First tokens that every query reads; padding in front of them does not count.
         sink_frames: First frames that every query reads; needs a grid. The larger sink counts.
 
     Other parameters:
@@ -185,7 +186,8 @@ class SlidingWindow(Method):
         shift = num_keys - num_queries
         begin = torch.arange(0, num_keys, self.block, device=device)
         touched = (begin < end + shift + right) & (begin + self.block > start + shift - left)
-        keep = (touched | (begin < sink)) & layout.possible
+        sinks = begin < _sink_end(call, sink, device)[:, None, None, None]  # [B|1, 1, 1, C]
+        keep = (touched | sinks) & layout.possible
         plan = block_plan(keep, num_queries, num_keys, call, tile=self.tile, block=self.block)
         return replace(plan, window=(left, right, sink))
 
@@ -206,7 +208,8 @@ class SlidingWindow(Method):
             device=device,
         )
         begin = torch.arange(0, num_keys, block, device=device)
-        entry = entry.masked_fill(begin < self._sink(call, num_keys), -torch.inf)
+        sink = _sink_end(call, self._sink(call, num_keys), device)[:, None, None, None]
+        entry = torch.where(begin < sink, -torch.inf, entry)  # [B|1, 1, R, C]
         entry = force_first(entry, layout.possible)
         if layout.forced is not None:
             entry = entry.masked_fill(layout.forced, -torch.inf)
@@ -254,6 +257,13 @@ class SlidingWindow(Method):
             tiles = patch_tiles(call.grid, self.tile, margin)
         runs = _windows(tiles, sides, self._sink(call, lengths[1]))
         return runs_plan(tiles, runs, lengths, call, device, knob=1.0, density=self.density)
+
+
+def _sink_end(call: Call, sink: int, device: torch.device) -> Tensor:
+    """Return where the sinks of each batch row end, [B|1] int64; padding is none."""
+    if call.key_valid is None or not sink:
+        return torch.full((1,), sink, device=device)
+    return first_end(call.key_valid, sink)
 
 
 def _sides(window: int) -> tuple[int, int]:

@@ -43,7 +43,7 @@ class SolAttn(CompensatedMethod):
             about 16% of the blocks, and 1.3); -inf for all blocks, inf for the forced ones alone.
         near: Blocks on either side of a tile's own that are exact in any case (published: 1). Where
             numbers of queries and keys differ, tiles have no blocks of their own.
-        first_blocks: First blocks of the sequence that are exact in any case (the sink).
+        first_blocks: First blocks that hold a key, exact in any case (the sink).
         block: Keys per block (published: 64).
         tile: Queries per tile (published: 64).
     """
@@ -89,7 +89,9 @@ class SolAttn(CompensatedMethod):
         num_rows, num_blocks = pooled.scores.shape[2:]
         device = pooled.scores.device
         column = torch.arange(num_blocks, device=device)
-        forced = (column < self.first_blocks).expand(num_rows, -1)
+        holds_keys = (pooled.size > 0)[:, None, None]  # [B|1, 1, 1, C]
+        first = holds_keys & (holds_keys.cumsum(-1) <= self.first_blocks)
+        forced = first.expand(-1, -1, num_rows, -1)
         if pooled.aligned:
             begin = torch.arange(num_rows, device=device)[:, None] * self.tile
             last = (begin + self.tile - 1) // self.block
@@ -98,7 +100,7 @@ class SolAttn(CompensatedMethod):
             )
         elif self.first_blocks == 0:
             return None
-        return forced[None, None] & (pooled.size > 0)[:, None, None]
+        return forced & holds_keys
 
     @property
     def _most_forced(self) -> int:

@@ -73,7 +73,7 @@ class VAttention(Method):
         epsilon: Wanted relative error of the denominator (published: .05 to .3).
         delta: Probability with which a query may exceed it (published: .05 to .3).
         base: Share of the keys that are not exact in the pilot (published: .01 to .05).
-        sink_keys: First keys that are exact in any case.
+        sink_keys: First keys, padding not counted, that are exact in any case.
         local: Keys up to so far from a query of the cluster are exact in any case: 0 for the
             queries' own positions, None for none.
         query_clusters: C_q; None for one per 128 queries.

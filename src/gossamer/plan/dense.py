@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer.plan.keys import KeyTokens
 from gossamer.plan.rows import expand, read_rows, tile_queries, tile_rows
-from gossamer.plan.visible import allowed, bounds
+from gossamer.plan.visible import allowed, bounds, sink_ends
 
 if TYPE_CHECKING:
     from gossamer.plan.plan import SparsePlan
@@ -43,4 +43,5 @@ def dense_weights(plan: SparsePlan) -> Tensor:
 
     query = torch.arange(plan.num_queries, device=device)[:, None]
     index = torch.arange(width, device=device)
-    return torch.where(allowed(bounds(plan, query), index, plan.num_keys), weights, 0.0)
+    limits = bounds(plan, query, sink_ends(plan)[:, None, None, None])  # sinks [B|1, 1, N, 1]
+    return torch.where(allowed(limits, index, plan.num_keys), weights, 0.0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer.plan.keys import KeyBlocks
 from gossamer.plan.rows import Rows, expand, read_rows, tile_queries, tile_rows
-from gossamer.plan.visible import bounds, is_masked
+from gossamer.plan.visible import bounds, is_masked, sink_ends
 
 if TYPE_CHECKING:
     from gossamer.plan.plan import SparsePlan
@@ -25,10 +25,11 @@ def count_keys(plan: SparsePlan) -> Tensor:
     tiles = torch.arange(batch * heads * plan.num_tiles, device=device)
     of_batch = tiles // (heads * plan.num_tiles)
     of_head = tiles // plan.num_tiles % heads
+    sinks = sink_ends(plan).expand(batch)[of_batch]
     counts = torch.zeros(len(tiles), plan.tile, dtype=torch.int64, device=device)
     for part in tiles.split(_tiles_per_chunk(plan)):
         listed = read_rows(plan, of_batch[part], of_head[part], rows[part])
-        counts[part] = _count_in(plan, listed, queries[part])
+        counts[part] = _count_in(plan, listed, queries[part], sinks[part, None])
     slot = torch.where(queries < 0, plan.num_queries, queries).view(batch, heads, -1)
     result = torch.zeros(batch, heads, plan.num_queries + 1, dtype=torch.int64, device=device)
     return result.scatter_(2, slot, counts.view(batch, heads, -1))[..., : plan.num_queries]
@@ -121,8 +122,8 @@ def _tiles_per_chunk(plan: SparsePlan) -> int:
     return max(1, _CHUNK_BYTES // (16 * max(width, 1)))
 
 
-def _count_in(plan: SparsePlan, rows: Rows, query: Tensor) -> Tensor:
-    """Return how many listed keys each query [n, tile] sees, [n, tile]."""
+def _count_in(plan: SparsePlan, rows: Rows, query: Tensor, sink: Tensor) -> Tensor:
+    """Return how many listed keys each query [n, tile] sees, [n, tile]; `sink` is [n, 1]."""
     if not is_masked(plan):
         return rows.listed.sum(1, keepdim=True).expand_as(query)
     # Lists ascend, so the keys below a bound are a prefix: count the listed ones before it.
@@ -133,7 +134,7 @@ def _count_in(plan: SparsePlan, rows: Rows, query: Tensor) -> Tensor:
     def below(bound: Tensor) -> Tensor:
         return before.gather(1, torch.searchsorted(ascending, bound.contiguous()))
 
-    limits = bounds(plan, query)
+    limits = bounds(plan, query, sink)
     window = below(limits.high) - below(limits.low)
     sink = below(limits.sink.minimum(limits.low))
     sink_past_window = below(limits.sink.maximum(limits.high)) - below(limits.high)

@@ -41,7 +41,8 @@ class SparsePlan:
             density needs it. None: no padding.
         scale: Factor on the logits that selection used and attention uses; None for 1/sqrt(D).
         window: (left, right, sink) in keys: query at position p = i + S - N sees key j only if
-            p - left <= j <= p + right or j < sink; -1 is no bound. None: no window.
+            p - left <= j <= p + right, or j is among the first `sink` keys that `key_valid` admits;
+            -1 is no bound. None: no window.
     """
 
     num_queries: int

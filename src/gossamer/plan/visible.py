@@ -17,7 +17,8 @@ class Bounds(NamedTuple):
     Attributes:
         low: int64, of the queries' shape.
         high: int64, of the queries' shape, exclusive.
-        sink: int64, of the queries' shape, exclusive; never above `high` of a causal query.
+        sink: int64, exclusive, of the shape of queries and sinks together; never above `high` of a
+            causal query.
     """
 
     low: Tensor
@@ -30,17 +31,51 @@ def is_masked(plan: SparsePlan) -> bool:
     return plan.causal or plan.window is not None
 
 
-def bounds(plan: SparsePlan, query: Tensor) -> Bounds:
-    """Return the bounds for queries [any shape] int64 (-1, no query, gets those of position -1)."""
+def first_end(valid: Tensor, number: int) -> Tensor:
+    """Return where the first `number` valid keys of each row end, [B] int64, exclusive.
+
+    Args:
+        valid: [B, S] bool.
+        number: How many; all S keys are in front of the end where fewer are valid.
+    """
+    before = valid.cumsum(-1) - valid.long()
+    return (before < number).sum(-1)
+
+
+def sink_ends(plan: SparsePlan) -> Tensor:
+    """Return up to which key the window's sinks reach in each batch row, [B|1] int64, exclusive.
+
+    They are the first keys that are no padding: prompts that are padded in front keep theirs.
+    """
+    first = 0 if plan.window is None else plan.window[2]
+    if plan.key_valid is None or not first:
+        return torch.full((1,), first, dtype=torch.int64, device=plan.device)
+    return first_end(plan.key_valid, first)
+
+
+def padded_sinks(plan: SparsePlan) -> Tensor | None:
+    """Return `sink_ends` [B|1, 1] int32 where padding may move them, else None."""
+    if plan.key_valid is None or plan.window is None or not plan.window[2]:
+        return None
+    return sink_ends(plan).int()[:, None]
+
+
+def bounds(plan: SparsePlan, query: Tensor, sink: Tensor) -> Bounds:
+    """Return the bounds for queries.
+
+    Args:
+        plan: The plan.
+        query: [any shape] int64; -1, no query, gets the bounds of position -1.
+        sink: int64, broadcast with the queries: `sink_ends` of their batch rows.
+    """
     position = query + plan.num_keys - plan.num_queries
     low = torch.zeros_like(position)
     high = torch.full_like(position, plan.num_keys)
-    sink = torch.zeros_like(position)
     if plan.causal:
         high = (position + 1).clamp(0, plan.num_keys)
+    sink = sink.minimum(high)
     if plan.window is not None:
-        left, right, first = plan.window
-        sink = torch.full_like(position, first).minimum(high)
+        left, right, _ = plan.window
         if left >= 0:
             low = (position - left).clamp(min=0)
         if right >= 0:

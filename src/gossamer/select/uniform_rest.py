@@ -12,6 +12,7 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.counter import uniform
 from gossamer.group import Clusters
+from gossamer.plan.visible import first_end
 
 _CHUNK_BYTES = 32 << 20  # of the int64 places of one piece of scores
 _LINE_BYTES = 64 << 20  # of the float32 keys held at once
@@ -44,7 +45,7 @@ class ExactAndRest:
         k: [B, Hk, S, D] keys.
         call: The call.
         scale: Factor on the logits.
-        sink_keys: So many first keys are exact in any case.
+        sink_keys: So many first valid keys are exact in any case.
         local: Keys within this distance of a query of the group are; None for no such keys.
         exact: [B, 1, 1] int64, keys of the exact set. Keys that are exact in any case take at most
             half of it, those with the highest logits first.
@@ -148,8 +149,11 @@ class ExactAndRest:
     def _always(self, batch: Tensor, head: Tensor, of: Tensor) -> Tensor:
         """Return the mask [L, r, S] of keys that are exact in any case, in their own order."""
         length, number = self.k.shape[2], self.queries.labels.shape[2]
-        sink = torch.arange(length, device=self.k.device) < self.sink_keys
-        sink = sink.expand(*head.shape, -1)
+        place = torch.arange(length, device=self.k.device)
+        end = torch.full_like(batch, self.sink_keys)
+        if self.call.key_valid is not None:
+            end = first_end(self.call.key_valid, self.sink_keys).expand(self.k.shape[0])[batch]
+        sink = (place < end[..., None]).expand(*head.shape, -1)
         if self.local is None:
             return sink
         labels = self.queries.labels[batch, head]  # [L, r, N]

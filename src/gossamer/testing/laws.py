@@ -92,6 +92,20 @@ def check_padding(name: str, shape: Shape, pad: int, density: float) -> None:
         torch.testing.assert_close(out, alone, rtol=1e-4, atol=1e-5)
 
 
+def check_left_padding(name: str, shape: Shape, pad: int, density: float) -> None:
+    """Check law 6 for causal prompts that are padded in front, as batches of prefill are."""
+    method = method_at(name, density)
+    valid = torch.arange(shape.num_keys + pad).expand(shape.batch, -1) >= pad
+    outs = []
+    for value in (1.5, float("nan")):
+        q, k, v = (torch.nn.functional.pad(x, (0, 0, pad, 0), value=value) for x in shape.tensors())
+        call = Call(causal=True, key_valid=valid)
+        check_causal(method, (q, k, v), call)
+        outs.append(sparse_attention(q, k, v, method, call)[:, :, pad:])
+    require(bool(outs[1].isfinite().all()), "padding in front reaches valid rows")
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
+
+
 def full_budgets_are_dense(name: str) -> None:
     """Check law 2 on ragged lengths, grouped heads, text, padding and a grid."""
     for tensors, call in _calls():
@@ -138,10 +152,13 @@ def densities_are_met(name: str) -> None:
 
 
 def padding_changes_nothing(name: str) -> None:
-    """Check law 6 for padding of one token and of more than a tile."""
+    """Check law 6 for padding of one token and of more than a tile, behind and in front."""
+    causal = not get_method_class(name).causal_reason
     for pad in (1, 150):
         for density in (0.2, 0.6):
             check_padding(name, Shape(2, 2, 2, 237, 237, 16, 2), pad, density)
+            if causal:
+                check_left_padding(name, Shape(2, 2, 2, 237, 237, 16, 2), pad, density)
 
 
 def batch_rows_and_heads_are_independent(name: str) -> None:

@@ -14,6 +14,7 @@ from gossamer.kernels.base import AttentionOutput, with_positive_scale
 from gossamer.kernels.hopper.bulk import bulk_matrices
 from gossamer.kernels.strides import dense_rows, shared_strides, virtual_keys
 from gossamer.plan import KeyBlocks, SparsePlan
+from gossamer.plan.visible import padded_sinks
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _DIMS = (64, 128)
@@ -141,11 +142,12 @@ def _arguments(
     table, claimed = _locate_tiles(plan, (batch, heads), query, index, places, programs)
     bulk = bulk_matrices(k, v, plan)
     tensors = [q, k, v, extra_k, extra_v, out, lse, query, table, claimed, index, log_weight]
-    tensors += [order, valid]
+    sinks = padded_sinks(plan)
+    tensors += [order, valid, sinks]
     numbers = [bulk.row_b, bulk.row_h, bulk.col_h]
     numbers += [*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *shared_strides(extra_k)]
     numbers += [*out.stride()[:3], *lse.stride()[:2], *shared_strides(query)]
-    numbers += [*shared_strides(order), *shared_strides(valid)[:1]]
+    numbers += [*shared_strides(order), *shared_strides(valid)[:1], *shared_strides(sinks)[:1]]
     numbers += [plan.num_queries, plan.num_keys, plan.num_tiles, heads, heads // k.shape[1]]
     numbers += [batch * heads * plan.num_tiles, *(plan.window or (-1, -1, 0))]
     return [*tensors, bulk.k, bulk.v], numbers

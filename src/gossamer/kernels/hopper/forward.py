@@ -50,6 +50,7 @@ from gossamer.kernels.hopper.walk import BIAS, HALF, STEP, TILE
         "left",
         "right",
         "sink",
+        "sink_b",
         "row_b",
         "row_h",
         "col_h",
@@ -70,6 +71,7 @@ def forward(
     weight_ptr,
     order_ptr,
     valid_ptr,
+    sink_ptr,  # where padding moves the ends of sinks
     k_desc,  # K and V as matrices, for bulk copies of blocks; None where each key is copied
     v_desc,
     # Of those matrices: rows from one batch row or KV head to the next, columns from one KV head.
@@ -98,6 +100,7 @@ def forward(
     order_b,
     order_h,
     valid_b,
+    sink_b,
     num_queries,
     num_keys,
     num_tiles,
@@ -177,6 +180,7 @@ def forward(
     valid = (valid_ptr, valid_b)
     sizes = (num_tiles, num_heads)
     window = (left, right, sink)
+    sinks = (sink_ptr, sink_b)
     walk = (query, order, valid, index_ptr, table_ptr, sizes, total, num_queries, num_keys)
     slots = (gl.allocate_shared_memory(gl.int32, [2, 1], single), claimed_ptr)
     gl.warp_specialize(
@@ -235,6 +239,7 @@ def forward(
                     walk,
                     slots,
                     window,
+                    sinks,
                     group,
                     scale,
                     D,

@@ -26,6 +26,7 @@ from gossamer.kernels.hopper.walk import (
     is_read,
     last_step,
     mark_key,
+    reach_of,
     tell_slot,
 )
 
@@ -222,6 +223,7 @@ def produce(
     walk,
     slots,
     window,
+    sinks,
     group,
     scale,
     D: gl.constexpr,
@@ -248,16 +250,12 @@ def produce(
     IS_MASKED: gl.constexpr = order[0] is not None or valid[0] is not None
     HAS_WEIGHTS: gl.constexpr = weight_ptr is not None
     HAS_NOTES: gl.constexpr = HAS_WEIGHTS or HIDES
-    notes = (w_smem, seen_smem, w_full, inverse, window, num_keys)
     # Where nothing else asks for the keys themselves, a thread multiplies its one key by the stride
-    # and hands on the product, instead of multiplying all keys whose rows it copies.
-    ARE_OFFSETS: gl.constexpr = SAME_STRIDE and not (HAS_EXTRA or IS_MASKED or WIDE)
-    if ARE_OFFSETS:
-        k_step = 1
-        v_step = 1
-    else:
-        k_step = k_n
-        v_step = v_n
+    # and hands on the product, instead of multiplying all keys whose rows it copies. A step that
+    # may hold a virtual key does ask.
+    ARE_OFFSETS: gl.constexpr = SAME_STRIDE and not (IS_MASKED or WIDE)
+    ARE_OFFSETS_AT_ENDS: gl.constexpr = ARE_OFFSETS and not HAS_EXTRA
+    CHANGES: gl.constexpr = ARE_OFFSETS and HAS_EXTRA
     lanes: gl.constexpr = D // 8  # threads per row, 16 bytes each
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
     bias_layout: gl.constexpr = gl.BlockedLayout([1, BIAS], [32, 1], [4, 1], [1, 0])
@@ -284,11 +282,14 @@ def produce(
         if HAS_EXTRA:
             extra_k_row = extra_k_ptr + batch * extra_b + kv_head * extra_h
             extra_v_row = extra_v_ptr + batch * extra_b + kv_head * extra_h
+        reach = reach_of(window, sinks, batch)
+        notes = (w_smem, seen_smem, w_full, inverse, reach, num_keys)
         stage = step % STAGES
         phase = ((step // STAGES) & 1) ^ 1
         if IS_MASKED:
             coming = gl.where(is_read(coming, valid, batch, num_keys), coming, -1)
-        key = _spread(coming * k_n if ARE_OFFSETS else coming, key_smem, layout, per_thread)
+        at = coming * k_n if ARE_OFFSETS_AT_ENDS else coming
+        key = _spread(at, key_smem, layout, per_thread)
         mbarrier.wait(k_empty.index(stage), phase)
         if HAS_NOTES:
             seen = gl.where(begin + lane < length, coming, -1)
@@ -298,7 +299,7 @@ def produce(
             k_full.index(stage),
             key,
             k_row,
-            k_step,
+            1 if ARE_OFFSETS_AT_ENDS else k_n,
             extra_k_row,
             num_keys,
             layout,
@@ -318,6 +319,8 @@ def produce(
                 least = STEP
                 if is_mixed:
                     least = gl.maximum(real - STEP + 1, STEP)
+                if CHANGES and is_mixed == 0:
+                    key = key * k_n
                 while begin >= least:
                     # The next step's keys are on their way while this one waits for its stage.
                     begin -= STEP
@@ -332,7 +335,7 @@ def produce(
                         v_full.index(stage),
                         key,
                         v_row,
-                        v_step,
+                        1 if ARE_OFFSETS and is_mixed == 0 else v_n,
                         extra_v_row,
                         num_keys,
                         layout,
@@ -343,7 +346,7 @@ def produce(
                     )
                     if IS_MASKED:
                         coming = gl.where(is_read(coming, valid, batch, num_keys), coming, -1)
-                    at = _pause(coming * k_n if ARE_OFFSETS else coming, D)
+                    at = _pause(coming * k_n if ARE_OFFSETS and is_mixed == 0 else coming, D)
                     key = _spread(at, key_smem, layout, per_thread)
                     step += 1
                     stage = step % STAGES
@@ -366,7 +369,7 @@ def produce(
                         k_full.index(stage),
                         key,
                         k_row,
-                        k_step,
+                        1 if ARE_OFFSETS and is_mixed == 0 else k_n,
                         extra_k_row,
                         num_keys,
                         layout,
@@ -383,6 +386,8 @@ def produce(
         _copy_queries(
             q_smem.index(q_stage), q_full.index(q_stage), here, q_row, q_n, key_smem, layout, D
         )
+        if CHANGES:
+            key = _spread(coming, key_smem, layout, per_thread)
         next_begin = last_step(next_length)
         coming = find_keys(
             index_ptr,
@@ -402,7 +407,7 @@ def produce(
             v_full.index(stage),
             key,
             v_row,
-            v_step,
+            1 if ARE_OFFSETS_AT_ENDS else v_n,
             extra_v_row,
             num_keys,
             layout,

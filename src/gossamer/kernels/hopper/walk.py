@@ -108,6 +108,16 @@ def is_read(key, valid, batch, num_keys):
 
 
 @gluon.jit
+def reach_of(window, sinks, batch):
+    """Return the window with where its sinks end in a batch row."""
+    left, right, sink = window
+    sink_ptr, sink_b = sinks
+    if sink_ptr is not None:
+        sink = gl.load(sink_ptr + batch * sink_b)
+    return left, right, sink
+
+
+@gluon.jit
 def mark_key(key, window, num_keys, CAUSAL: gl.constexpr, WINDOW: gl.constexpr):
     """Return what `sees` asks of keys, -1 for one that is not read: one number each.
 

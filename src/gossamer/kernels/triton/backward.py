@@ -13,6 +13,7 @@ from gossamer.kernels.triton.steps import (
     PLAIN,
     find_bounds,
     find_row,
+    find_sink,
     find_tile,
     hide,
     load_entries,
@@ -190,6 +191,8 @@ def backward_queries(
     left,
     right,
     sink,
+    sink_ptr,  # int32, where padding moves the ends of sinks
+    sink_b,
     scale,
     TILE: tl.constexpr,  # query rows per tile of the plan
     M: tl.constexpr,  # query rows per program
@@ -262,6 +265,7 @@ def backward_queries(
     lse = tl.where(lse == float("-inf"), float("inf"), lse * 1.4426950408889634)
 
     position, low, high = find_bounds(query, num_queries, num_keys, left, right, WINDOW)
+    sink = find_sink(sink, sink_ptr, sink_b, batch)
     first, real, length = find_row(
         batch,
         head,
@@ -438,6 +442,8 @@ def backward_keys(
     left,
     right,
     sink,
+    sink_ptr,  # int32, where padding moves the ends of sinks
+    sink_b,
     scale,
     TILE: tl.constexpr,  # query rows per tile of the plan
     M: tl.constexpr,  # query rows per step
@@ -465,6 +471,7 @@ def backward_keys(
     kv_head = (pair % kv_heads).to(tl.int64)
     batch = (pair // kv_heads).to(tl.int64)
     block = part // PARTS
+    sink = find_sink(sink, sink_ptr, sink_b, batch)
 
     in_block = part % PARTS * N + tl.arange(0, N)
     key = block * BLOCK + in_block

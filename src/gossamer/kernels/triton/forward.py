@@ -1,6 +1,6 @@
 """The forward kernel: a program for each query tile, or part of one, walks the tile's key row."""
 
-# pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913, C901, SIM102 -- a kernel takes flat arguments, its types are
 # Triton's, and a branch at compile time is not one at run time
 
@@ -14,6 +14,7 @@ from gossamer.kernels.triton.steps import (
     count_below,
     find_bounds,
     find_row,
+    find_sink,
     find_tile,
     hide,
     load_entries,
@@ -226,6 +227,8 @@ def forward(
     left,
     right,
     sink,
+    sink_ptr,  # int32, where padding moves the ends of sinks
+    sink_b,
     scale,  # times log2(e)
     TILE: tl.constexpr,  # query rows per tile of the plan
     M: tl.constexpr,  # query rows per program, a power of two
@@ -288,6 +291,7 @@ def forward(
     )
     kv_head = head // group
     position, low, high = find_bounds(query, num_queries, num_keys, left, right, WINDOW)
+    sink = find_sink(sink, sink_ptr, sink_b, batch)
     first, real, length = find_row(
         batch,
         head,

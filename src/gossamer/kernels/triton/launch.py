@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer.kernels.strides import dense_rows, shared_strides, virtual_keys
 from gossamer.plan import KeyBlocks, SparsePlan
+from gossamer.plan.visible import padded_sinks
 
 _WIDE = 1 << 31  # elements of a head from which offsets need 64 bits
 _MIN_DOT = 16  # the least side of a matrix product on tensor cores
@@ -119,6 +120,7 @@ def call_arguments(plan: SparsePlan, strided: dict[str, Tensor]) -> dict[str, An
     order = dense_rows(keys.key_order) if isinstance(keys, KeyBlocks) else None
     dim = q.shape[-1]
     left, right, sink = plan.window or (-1, -1, 0)
+    sinks = padded_sinks(plan)
     arguments: dict[str, Any] = {
         **{f"{name}_ptr": x for name, x in strided.items()},
         "query_index_ptr": dense_rows(plan.query_index),
@@ -134,6 +136,8 @@ def call_arguments(plan: SparsePlan, strided: dict[str, Tensor]) -> dict[str, An
         "left": left,
         "right": right,
         "sink": sink,
+        "sink_ptr": sinks,
+        "sink_b": shared_strides(sinks)[0],
         "TILE": plan.tile,
         "D": dim,
         "DP": max(_MIN_DOT, up_to_power_of_2(dim)),

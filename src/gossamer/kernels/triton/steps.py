@@ -11,7 +11,7 @@ import triton.language as tl
 # Sizes, and strides of lists: one compilation serves 1, multiples of 16 and all others.
 PLAIN = (
     *("num_queries", "num_keys", "num_places", "num_tiles", "num_blocks", "num_heads", "group"),
-    *("left", "right", "sink", "index_r", "valid_b"),
+    *("left", "right", "sink", "sink_b", "index_r", "valid_b"),
     *(
         f"{name}_{axis}"
         for name in ("lse", "query", "tile", "launch", "start", "count", "index", "order")
@@ -201,6 +201,15 @@ def read_keys(
     if HAS_VALID:
         read = read & (tl.load(valid_row + key, mask=read, other=0) != 0)
     return key, read
+
+
+@triton.jit
+def find_sink(sink, sink_ptr, sink_b, batch):
+    """Return up to which key the window's sinks reach in a batch row."""
+    if sink_ptr is not None:
+        return tl.load(sink_ptr + batch * sink_b)
+    else:
+        return sink
 
 
 @triton.jit
