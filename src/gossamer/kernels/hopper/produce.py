@@ -251,11 +251,14 @@ def produce(
     HAS_WEIGHTS: gl.constexpr = weight_ptr is not None
     HAS_NOTES: gl.constexpr = HAS_WEIGHTS or HIDES
     # Where nothing else asks for the keys themselves, a thread multiplies its one key by the stride
-    # and hands on the product, instead of multiplying all keys whose rows it copies. A step that
-    # may hold a virtual key does ask.
-    ARE_OFFSETS: gl.constexpr = SAME_STRIDE and not (IS_MASKED or WIDE)
-    ARE_OFFSETS_AT_ENDS: gl.constexpr = ARE_OFFSETS and not HAS_EXTRA
-    CHANGES: gl.constexpr = ARE_OFFSETS and HAS_EXTRA
+    # and hands on the product, instead of multiplying all keys whose rows it copies.
+    ARE_OFFSETS: gl.constexpr = SAME_STRIDE and not (HAS_EXTRA or IS_MASKED or WIDE)
+    if ARE_OFFSETS:
+        k_step = 1
+        v_step = 1
+    else:
+        k_step = k_n
+        v_step = v_n
     lanes: gl.constexpr = D // 8  # threads per row, 16 bytes each
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
     bias_layout: gl.constexpr = gl.BlockedLayout([1, BIAS], [32, 1], [4, 1], [1, 0])
@@ -288,8 +291,7 @@ def produce(
         phase = ((step // STAGES) & 1) ^ 1
         if IS_MASKED:
             coming = gl.where(is_read(coming, valid, batch, num_keys), coming, -1)
-        at = coming * k_n if ARE_OFFSETS_AT_ENDS else coming
-        key = _spread(at, key_smem, layout, per_thread)
+        key = _spread(coming * k_n if ARE_OFFSETS else coming, key_smem, layout, per_thread)
         mbarrier.wait(k_empty.index(stage), phase)
         if HAS_NOTES:
             seen = gl.where(begin + lane < length, coming, -1)
@@ -299,7 +301,7 @@ def produce(
             k_full.index(stage),
             key,
             k_row,
-            1 if ARE_OFFSETS_AT_ENDS else k_n,
+            k_step,
             extra_k_row,
             num_keys,
             layout,
@@ -319,8 +321,6 @@ def produce(
                 least = STEP
                 if is_mixed:
                     least = gl.maximum(real - STEP + 1, STEP)
-                if CHANGES and is_mixed == 0:
-                    key = key * k_n
                 while begin >= least:
                     # The next step's keys are on their way while this one waits for its stage.
                     begin -= STEP
@@ -335,7 +335,7 @@ def produce(
                         v_full.index(stage),
                         key,
                         v_row,
-                        1 if ARE_OFFSETS and is_mixed == 0 else v_n,
+                        v_step,
                         extra_v_row,
                         num_keys,
                         layout,
@@ -346,7 +346,7 @@ def produce(
                     )
                     if IS_MASKED:
                         coming = gl.where(is_read(coming, valid, batch, num_keys), coming, -1)
-                    at = _pause(coming * k_n if ARE_OFFSETS and is_mixed == 0 else coming, D)
+                    at = _pause(coming * k_n if ARE_OFFSETS else coming, D)
                     key = _spread(at, key_smem, layout, per_thread)
                     step += 1
                     stage = step % STAGES
@@ -369,7 +369,7 @@ def produce(
                         k_full.index(stage),
                         key,
                         k_row,
-                        1 if ARE_OFFSETS and is_mixed == 0 else k_n,
+                        k_step,
                         extra_k_row,
                         num_keys,
                         layout,
@@ -386,8 +386,6 @@ def produce(
         _copy_queries(
             q_smem.index(q_stage), q_full.index(q_stage), here, q_row, q_n, key_smem, layout, D
         )
-        if CHANGES:
-            key = _spread(coming, key_smem, layout, per_thread)
         next_begin = last_step(next_length)
         coming = find_keys(
             index_ptr,
@@ -407,7 +405,7 @@ def produce(
             v_full.index(stage),
             key,
             v_row,
-            1 if ARE_OFFSETS_AT_ENDS else v_n,
+            v_step,
             extra_v_row,
             num_keys,
             layout,
