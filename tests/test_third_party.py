@@ -19,7 +19,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     offline = ["--no-deps", "--no-build-isolation", "--no-index", "--target", str(folder)]
     subprocess.run([*pip, *offline, str(PACKAGE)], check=True, capture_output=True)
-    return {**os.environ, "PYTHONPATH": str(folder)}
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
 
 
 def run(environment: dict[str, str], *command: str) -> str:
@@ -46,7 +47,7 @@ def test_it_is_listed_behind_gossamers_own(installed: dict[str, str]) -> None:
 
 def test_it_passes_the_laws(installed: dict[str, str]) -> None:
     out = run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
-    assert "9 passed" in out
+    assert "10 passed" in out
 
 
 def test_one_that_does_not_load_is_left_out_with_its_name(
@@ -69,3 +70,32 @@ print("broken" in names, "near-frames" in names, "svg2" in names, [str(w.message
     said = run(both, "-c", code)
     assert said.startswith("False True True")
     assert "'broken' (no_such_module:X) of another package does not load" in said
+
+
+def test_one_that_takes_a_name_or_has_another_is_left_out(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
+    """A built-in method stays what it is, and an entry point's name is the method's."""
+    info = tmp_path / "thief-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thief\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[gossamer.methods]\nsvg2 = thief:Thief\nalias = gossamer_near_frames:NearFrames\n"
+    )
+    (tmp_path / "thief.py").write_text(
+        'import gossamer as gs\nclass Thief(gs.Dense):\n    name = "svg2"\n'
+    )
+    both = {**installed, "PYTHONPATH": os.pathsep.join([str(tmp_path), installed["PYTHONPATH"]])}
+    code = """
+import warnings
+import gossamer as gs
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    names = gs.list_methods()
+print("alias" in names, "near-frames" in names, type(gs.get_method("svg2")) is gs.SVG2)
+print(*[w.message for w in caught], sep="\\n")
+"""
+    said = run(both, "-c", code)
+    assert said.startswith("False True True")
+    assert "thief.Thief cannot be registered as 'svg2', the name of gossamer.methods.svg2" in said
+    assert "gossamer_near_frames.NearFrames has the name 'near-frames': name the entry" in said

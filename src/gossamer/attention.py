@@ -8,20 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.call import Call
-from gossamer.errors import PlanError
+from gossamer.call import Call, check_tensors, given_call, is_number
+from gossamer.errors import PlanError, UnsupportedError, described
 from gossamer.kernels import (
     AttentionOutput,
     BackwardInput,
     DifferentiableKernel,
     ReferenceKernel,
     choose_kernel,
+    list_kernels,
     wants_gradients,
 )
-from gossamer.methods import Method, check_method, check_tensors
-from gossamer.plan import KeyBlocks, SparsePlan
+from gossamer.methods import Method, check_method
+from gossamer.plan import SparsePlan
+from gossamer.plan.fit import check_fit
 from gossamer.plan.flat import flatten, unflatten
-from gossamer.plan.validate import check_lists, check_shapes
+from gossamer.plan.validate import check_lists
 
 _methods: dict[Method, int] = {}  # methods that compiled graphs name by number
 
@@ -58,9 +60,14 @@ def attend(
         UnsupportedError: The kernel asked for cannot run this, with its reasons.
     """
     check_tensors(q, k, v)
-    _check_fit(q, k, plan)
-    if scale is not None and not math.isfinite(scale):
-        raise PlanError(f"scale={scale}: must be a finite number, or None for the plan's")
+    check_fit(q, k, plan)
+    if scale is not None and not (is_number(scale) and math.isfinite(scale)):
+        raise PlanError(
+            f"scale={described(scale)}: must be a finite number, or None for the plan's"
+        )
+    if not isinstance(kernel, str):
+        known = ", ".join(["auto", *list_kernels()])
+        raise UnsupportedError(f"unknown kernel {described(kernel)}: give a name, one of {known}")
     factor = plan.scale if scale is None else scale
     factor = q.shape[-1] ** -0.5 if factor is None else factor
     tensors, numbers = flatten(plan)
@@ -104,8 +111,9 @@ def sparse_attention(
         PlanError: Shapes, grid, text or padding contradict one another.
         UnsupportedError: The method or the kernel cannot do this, with the reasons.
     """
-    call = Call() if call is None else call
     check_method(method)
+    call = given_call(call)
+    check_tensors(q, k, v)
     if not torch.compiler.is_compiling():
         plan = method.plan(q, k, v, call)
         return attend(q, k, v, plan, scale=call.scale, kernel=kernel).out
@@ -137,32 +145,6 @@ def _number_of(method: Method) -> int:
 
 # What torch.compiler.assume_constant_result sets; calling it would import the compiler, 1.8 s.
 _number_of._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
-
-
-def _check_fit(q: Tensor, k: Tensor, plan: SparsePlan) -> None:
-    """Refuse what is no plan, or one that was made for other tensors."""
-    if not isinstance(plan, SparsePlan):
-        hint = "sparse_attention takes a method, attend its plan: method.plan(q, k, v, Call())"
-        raise PlanError(f"plan is a {type(plan).__name__}, must be a SparsePlan; {hint}")
-    if (plan.num_queries, plan.num_keys) != (q.shape[2], k.shape[2]):
-        raise PlanError(
-            f"the plan is for {plan.num_queries} queries and {plan.num_keys} keys, but q has "
-            f"{q.shape[2]} and k has {k.shape[2]}: make a plan for these"
-        )
-    if plan.batch not in (1, q.shape[0]) or plan.heads not in (1, q.shape[1]):
-        raise PlanError(
-            f"the plan is for batch {plan.batch} and {plan.heads} heads, but q has batch "
-            f"{q.shape[0]} and {q.shape[1]} heads"
-        )
-    extra = None if isinstance(plan.keys, KeyBlocks) else plan.keys.extra_k
-    if extra is not None and (extra.shape[1], extra.shape[3]) != (k.shape[1], k.shape[3]):
-        raise PlanError(
-            f"the plan's virtual keys have {extra.shape[1]} KV heads of dim {extra.shape[3]}, "
-            f"but k has {k.shape[1]} of dim {k.shape[3]}: make a plan for these"
-        )
-    if plan.device != q.device:
-        raise PlanError(f"the plan is on {plan.device}, q on {q.device}: use plan.to(q.device)")
-    check_shapes(plan)
 
 
 def _any_requires_grad(plan: list[Tensor | None]) -> bool:

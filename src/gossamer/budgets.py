@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError, RecipeError
+from gossamer.errors import PlanError, RecipeError, described
 from gossamer.methods import Method
 from gossamer.plan import SparsePlan
 from gossamer.plan.heads import merge_heads
@@ -48,12 +48,16 @@ class Budgets:
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         if not isinstance(self.profile, str) or not self.profile:
-            raise RecipeError(f"budgets: profile={self.profile!r} must be a name or a file")
+            raise RecipeError(
+                f"budgets: profile={described(self.profile)} must be a name or a file"
+            )
         if self.orientation not in ORIENTATIONS:
             allowed = ", ".join(ORIENTATIONS)
-            raise RecipeError(f"budgets: orientation={self.orientation!r} must be one of {allowed}")
+            raise RecipeError(
+                f"budgets: orientation={described(self.orientation)} must be one of {allowed}"
+            )
         if isinstance(self.groups, bool) or not isinstance(self.groups, int) or self.groups < 1:
-            raise RecipeError(f"budgets: groups={self.groups!r} must be an integer >= 1")
+            raise RecipeError(f"budgets: groups={described(self.groups)} must be an integer >= 1")
         try:
             object.__setattr__(self, "profile", settle_profile(self.profile))
         except PlanError as error:

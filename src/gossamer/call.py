@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,7 +77,7 @@ class Call:
         mask = self.key_valid
         if mask is not None and not isinstance(mask, Tensor):
             raise PlanError(
-                f"call.key_valid is a {type(mask).__name__}: must be a [B, S] bool tensor"
+                f"call.key_valid is {described(mask)}: must be a [B, S] bool torch.Tensor"
             )
         if mask is not None and (mask.dtype != torch.bool or mask.dim() != 2):
             raise PlanError(
@@ -93,15 +93,17 @@ class Call:
         indices = ("layer", "step", "head_offset", "seed")
         for name in (*indices, "num_layers", "num_steps", "num_heads"):
             value = getattr(self, name)
-            if not (_is_index(value) or (value is None and name not in indices)):
-                raise PlanError(f"call.{name}={value!r}: must be an integer")
+            if not (is_index(value) or (value is None and name not in indices)):
+                raise PlanError(f"call.{name}={described(value)}: must be an integer")
         if not -(2**63) <= self.seed < 2**63:
             raise PlanError(f"call.seed={self.seed}: must fit 64 bits, -2**63 to 2**63 - 1")
         if not isinstance(self.branch, str):
-            raise PlanError(f'call.branch={self.branch!r}: must be a name such as "cond"')
-        scale = self.scale
-        if not (scale is None or isinstance(scale, float) or hasattr(scale, "__float__")):
-            raise PlanError(f"call.scale={self.scale!r}: must be a number")
+            given = described(self.branch)
+            raise PlanError(f'call.branch={given}: must be a name such as "cond"')
+        if not (self.scale is None or is_number(self.scale)):
+            raise PlanError(f"call.scale={described(self.scale)}: must be a number")
+        if not _is_flag(self.causal):
+            raise PlanError(f"call.causal={described(self.causal)}: must be True or False")
         for name, form in (
             ("grid", "(frames, rows, columns)"),
             ("text", "(start, stop)"),
@@ -110,8 +112,8 @@ class Call:
             value = getattr(self, name)
             if value is None:
                 continue
-            if not (isinstance(value, (tuple, list)) and all(_is_index(x) for x in value)):
-                raise PlanError(f"call.{name}={value!r}: must be {form}, integers")
+            if not (isinstance(value, (tuple, list)) and all(is_index(x) for x in value)):
+                raise PlanError(f"call.{name}={described(value)}: must be {form}, integers")
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
         if self.text is not None and len(self.text) != 2:
@@ -189,6 +191,68 @@ class Call:
             )
 
 
-def _is_index(value: object) -> bool:
-    """Return whether a value is an integer, numpy's too."""
-    return isinstance(value, int) or hasattr(value, "__index__")
+def given_call(call: Call | None) -> Call:
+    """Return the call, or the facts of self-standing attention for None.
+
+    Raises:
+        PlanError: It is something else, such as a dict of the facts.
+    """
+    if call is None:
+        return Call()
+    if not isinstance(call, Call):
+        hint = "Call(**facts)" if isinstance(call, dict) else "Call(layer=…, grid=…, …)"
+        raise PlanError(f"call is {described(call)}: must be a gossamer.{hint}, or None")
+    return call
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what are not the tensors of one attention call.
+
+    Raises:
+        PlanError: No tensors, a wrong number of axes, or sizes that do not fit; the message gives
+            the shapes.
+        TypeError: The dtypes differ or are not floating.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise PlanError(
+                f"{name} is {described(x)}: must be a torch.Tensor, "
+                "[batch, heads, tokens, head dim] (torch.as_tensor makes one of an array)"
+            )
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise PlanError(f"{shapes}: each must be [batch, heads, tokens, head dim]")
+    if k.shape != v.shape:
+        raise PlanError(f"{shapes}: k and v must have the same shape")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise PlanError(f"{shapes}: batch and head dim of q and k must agree")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise PlanError(
+            f"{shapes}: {q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise TypeError(
+            f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}: cast them to one floating dtype"
+        )
+    if not q.device == k.device == v.device:
+        raise PlanError(f"q is on {q.device}, k on {k.device}, v on {v.device}: move them together")
+
+
+def is_index(value: object) -> bool:
+    """Return whether a value is an integer, numpy's and a single one in a tensor too."""
+    return isinstance(value, int) or (hasattr(value, "__index__") and _is_single(value))
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a number, numpy's and a single one in a tensor too."""
+    return isinstance(value, float) or (hasattr(value, "__float__") and _is_single(value))
+
+
+def _is_flag(value: object) -> bool:
+    """Return whether a value is a bool, numpy's and a single one in a tensor too."""
+    return isinstance(value, bool) or (hasattr(value, "dtype") and _is_single(value))
+
+
+def _is_single(value: object) -> bool:
+    """Return whether a value is no array of several."""
+    return getattr(value, "ndim", 0) == 0

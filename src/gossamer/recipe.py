@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gossamer.budgets import Budgets
-from gossamer.errors import PlanError, ProfileMismatchError, RecipeError
+from gossamer.errors import PlanError, ProfileMismatchError, RecipeError, described
 from gossamer.kernels import list_kernels
 from gossamer.methods import Method, get_method, get_method_class
 from gossamer.order import Order, get_order
@@ -61,24 +61,28 @@ class Recipe:
         """Check every value and bring schedules to their normal form."""
         if not isinstance(self.method, Method):
             raise RecipeError(
-                f"method={self.method!r} is not a method: use gossamer.get_method(name)"
+                f"method={described(self.method)} is not a method: use gossamer.get_method(name)"
             )
         for name in ("dense_steps", "dense_layers"):
             object.__setattr__(self, name, check_schedule(name, getattr(self, name)))
         tokens = self.min_tokens
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-            raise RecipeError(f"min_tokens={tokens!r}: must be an integer >= 0")
+            raise RecipeError(f"min_tokens={described(tokens)}: must be an integer >= 0")
         if self.reuse is not None and not isinstance(self.reuse, Reuse):
-            raise RecipeError(f"reuse={self.reuse!r}: must be gossamer.Reuse(...) or None")
+            raise RecipeError(f"reuse={described(self.reuse)}: must be gossamer.Reuse(…) or None")
         if self.budgets is not None and not isinstance(self.budgets, Budgets):
-            raise RecipeError(f"budgets={self.budgets!r}: must be gossamer.Budgets(...) or None")
+            raise RecipeError(
+                f"budgets={described(self.budgets)}: must be gossamer.Budgets(…) or None"
+            )
         if self.budgets is not None and self.method.params().get("density") is None:
             raise RecipeError(f"budgets share out a density, and {self.method.name} was given none")
         if self.order is not None and not isinstance(self.order, Order):
-            raise RecipeError(f"order={self.order!r}: must be gossamer.WaveAlign(...) or None")
-        if self.kernel != "auto" and self.kernel not in list_kernels():
+            raise RecipeError(
+                f"order={described(self.order)}: must be gossamer.WaveAlign(…) or None"
+            )
+        if not isinstance(self.kernel, str) or self.kernel not in ["auto", *list_kernels()]:
             known = ", ".join(["auto", *list_kernels()])
-            raise RecipeError(f"unknown kernel {self.kernel!r}: known are {known}")
+            raise RecipeError(f"unknown kernel {described(self.kernel)}: known are {known}")
 
     def to_toml(self) -> str:
         """Return the recipe as TOML text, which `from_toml` reads back to an equal recipe."""
@@ -108,6 +112,8 @@ class Recipe:
             RecipeError: Not TOML, an unknown key, a value that is not allowed, or no such profile.
             ProfileMismatchError: A profile is no profile, or does not fit the method.
         """
+        if not isinstance(text, str):
+            raise RecipeError(f"text={described(text)}: must be TOML text (load reads a file)")
         try:
             return cls.from_dict(tomllib.loads(text), folder=folder)
         except tomllib.TOMLDecodeError as error:
@@ -125,6 +131,8 @@ class Recipe:
             RecipeError: An unknown key, a value that is not allowed, or no such profile.
             ProfileMismatchError: A profile is no profile, or does not fit the method.
         """
+        if not isinstance(table, Mapping):
+            raise RecipeError(f"a recipe's table is {described(table)}: must be a dict")
         table = dict(table)
         _check_keys("", table, [field.name for field in fields(cls)])
         method = _named("method", table.pop("method", None), "instagen")
@@ -136,7 +144,7 @@ class Recipe:
                 table["order"] = get_order(**_named("order", order, "wavealign"))
             for key, value in given.items():
                 if not isinstance(value, dict):
-                    raise RecipeError(f"{key}={value!r}: must be a [{key}] table")
+                    raise RecipeError(f"{key}={described(value)}: must be a [{key}] table")
                 _check_keys(f"{key}: ", value, [field.name for field in fields(parts[key])])
                 placed = _placed(value, ("profile",), folder) if key == "budgets" else value
                 table[key] = parts[key](**placed)
@@ -178,6 +186,9 @@ class Recipe:
             RecipeError: No such recipe or file, one that is not allowed, or no such profile.
             ProfileMismatchError: A profile is no profile, or does not fit the method.
         """
+        if not isinstance(name_or_path, (str, os.PathLike)):
+            given = described(name_or_path)
+            raise RecipeError(f"recipe={given}: give a .toml file or a name of list_recipes()")
         path = Path(name_or_path)
         if str(name_or_path) in list_recipes():
             path = Path(str(files("gossamer") / "recipes" / f"{name_or_path}.toml"))
@@ -229,7 +240,7 @@ def _named(key: str, value: object, example: str) -> dict[str, Any]:
         return {"name": value}
     if isinstance(value, dict) and isinstance(value.get("name"), str):
         return value
-    given = "" if value is None else f"{key}={value!r}: "
+    given = "" if value is None else f"{key}={described(value)}: "
     raise RecipeError(f'{given}a recipe needs a [{key}] table with a name, e.g. "{example}"')
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import RecipeError
+from gossamer.errors import RecipeError, described
 from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan
 from gossamer.records import Stopwatch
 from gossamer.schedule import check_indices, indices
@@ -61,11 +61,13 @@ class Reuse:
             if name == "max_bytes" and value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise RecipeError(f"reuse: {name}={value!r} must be an integer >= {least}")
+                raise RecipeError(f"reuse: {name}={described(value)} must be an integer >= {least}")
         if not isinstance(self.residual, bool):
-            raise RecipeError(f"reuse: residual={self.residual!r} must be true or false")
+            raise RecipeError(f"reuse: residual={described(self.residual)} must be true or false")
         if self.offload not in _OFFLOADS:
-            raise RecipeError(f"reuse: offload={self.offload!r} must be one of {_OFFLOADS}")
+            raise RecipeError(
+                f"reuse: offload={described(self.offload)} must be one of {_OFFLOADS}"
+            )
         check_indices("reuse: anchors", self.anchors)
         if self.anchors and self.every != _EVERY:
             raise RecipeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gossamer.errors import RecipeError
+from gossamer.errors import RecipeError, described
 
 Amount = int | float
 Schedule = Amount | tuple[Amount, Amount] | str
@@ -26,7 +26,7 @@ def check_schedule(name: str, schedule: Schedule) -> Schedule:
         return schedule
     if isinstance(schedule, (tuple, list)):
         if len(schedule) != 2:
-            raise RecipeError(f"{name}={schedule!r}: a pair is (first, last)")
+            raise RecipeError(f"{name}={described(schedule)}: a pair is (first, last)")
         first, last = (_check_amount(name, amount) for amount in schedule)
         return first, last
     return _check_amount(name, schedule)
@@ -43,7 +43,7 @@ def is_dense(name: str, schedule: Schedule, index: int, total: int | None) -> bo
     first, last = schedule if isinstance(schedule, tuple) else (schedule, 0)
     if total is None and (last or isinstance(first, float)) and (first or last):
         raise RecipeError(
-            f"{name}={schedule!r} needs the total number, which the call does not say: "
+            f"{name}={described(schedule)} needs the total number, which the call does not say: "
             "give a count of first ones, or pass num_steps and num_layers in the call"
         )
     if index < _count(first, total):
@@ -84,7 +84,7 @@ def check_indices(name: str, text: str) -> None:
         RecipeError: Naming the part that is neither.
     """
     if not isinstance(text, str):
-        raise RecipeError(f"{name}={text!r}: must be indices and ranges such as '0-3,38'")
+        raise RecipeError(f"{name}={described(text)}: must be indices and ranges such as '0-3,38'")
     _parse(name, text)
 
 
@@ -96,11 +96,13 @@ def indices(name: str, text: str) -> set[int]:
 def _check_amount(name: str, amount: object) -> Amount:
     """Return a valid count or fraction."""
     if isinstance(amount, bool) or not isinstance(amount, (int, float)):
-        raise RecipeError(f"{name}={amount!r}: must be a count, a fraction, a pair or '0-3,38'")
+        raise RecipeError(
+            f"{name}={described(amount)}: must be a count, a fraction, a pair or '0-3,38'"
+        )
     if isinstance(amount, float) and not (math.isfinite(amount) and 0 <= amount <= 1):
-        raise RecipeError(f"{name}={amount!r}: a fraction must lie between 0.0 and 1.0")
+        raise RecipeError(f"{name}={described(amount)}: a fraction must lie between 0.0 and 1.0")
     if amount < 0:
-        raise RecipeError(f"{name}={amount!r}: a count must be at least 0")
+        raise RecipeError(f"{name}={described(amount)}: a count must be at least 0")
     return amount
 
 

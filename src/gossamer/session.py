@@ -11,10 +11,10 @@ from torch import Tensor
 
 from gossamer.attention import attend
 from gossamer.budgets import plan_by_heads
-from gossamer.call import Call
-from gossamer.errors import RecipeError
+from gossamer.call import Call, check_tensors, given_call
+from gossamer.errors import RecipeError, described
 from gossamer.kernels import DENSE_KERNEL, choose_kernel, dense_attention, wants_gradients
-from gossamer.methods import Dense, check_tensors
+from gossamer.methods import Dense
 from gossamer.plan import SparsePlan
 from gossamer.recipe import Recipe
 from gossamer.records import Record, Stopwatch, summarize
@@ -80,7 +80,8 @@ class Session:
         """
         if not isinstance(recipe, Recipe):
             raise RecipeError(
-                f"recipe={recipe!r} is not a recipe: use gossamer.Recipe(method=…) or Recipe.load"
+                f"recipe={described(recipe)} is not a recipe: use gossamer.Recipe(method=…) or "
+                "Recipe.load"
             )
         self.recipe = recipe
         self._observer = observer
@@ -160,7 +161,7 @@ class Session:
         Warns:
             UserWarning: Once, where the recipe names steps or layers that do not exist.
         """
-        call = Call() if call is None else call
+        call = given_call(call)
         check_tensors(q, k, v)
         call.check(q.shape[0], q.shape[2], k.shape[2], q.shape[1])
         self.recipe.method.check_call(call)

@@ -22,7 +22,7 @@ from gossamer.evaluation.bench.model import bench_model
 from gossamer.evaluation.bench.plan_cases import DEFAULT_CASES, PLAN_CASES
 from gossamer.evaluation.bench.plans import bench_plans
 from gossamer.evaluation.bench.wan import MODELS
-from gossamer.evaluation.files import check_writable
+from gossamer.evaluation.files import check_file
 
 CaseT = TypeVar("CaseT", bound=Named)
 _REFUSED = 1  # exit code where some figure was refused
@@ -97,10 +97,10 @@ def bench(
     _refuse_foreign(what, "model", {"--layers": layers})
     options = {"densities": densities, "kernels": kernels, "layers": layers}
     measure, table = makers[what](cases, options)
+    if out is not None:
+        check_file(out, (".json",))
     if not torch.cuda.is_available():
         raise UsageError(f"bench {what} needs a CUDA device, and torch finds none here")
-    if out is not None:
-        check_writable(out.parent)
     document = measure(Run(out=out, seconds=seconds, say=say))
     if out is not None:
         say(f"results: {out}")

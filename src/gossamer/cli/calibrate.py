@@ -22,7 +22,7 @@ from gossamer.cli import options
 from gossamer.cli.console import ProgressBar, print_facts, print_json, quiet_libraries, say
 from gossamer.cli.errors import Interrupted, UsageError
 from gossamer.cli.model import BUNDLED, ModelChoice, choose_device, choose_model, warn_if_busy
-from gossamer.evaluation.files import check_writable
+from gossamer.evaluation.files import check_file, check_writable
 from gossamer.evaluation.generation import Pipeline
 from gossamer.evaluation.generation import generate as run_pipeline
 from gossamer.evaluation.pipelines import model_digest
@@ -100,7 +100,7 @@ def calibrate(  # noqa: PLR0913 - a parameter is an option of the command
     choice.check_prompts(texts)
     sizes = [_parse_size(text) for text in size or []]
     rank, world = _environment_number("RANK", 0), _environment_number("WORLD_SIZE", 1)
-    check_writable(out.parent)
+    check_file(out, (".safetensors",))
     check_writable(work)
     chosen_device = choose_device(_local_device(device, world), threads)
     pipe = choice.load(chosen_device)

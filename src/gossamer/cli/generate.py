@@ -11,11 +11,11 @@ from gossamer.cli import options
 from gossamer.cli.console import ProgressBar, print_facts, print_json, quiet_libraries
 from gossamer.cli.errors import UsageError
 from gossamer.cli.model import BUNDLED, choose_device, choose_model, warn_if_busy
-from gossamer.evaluation.files import check_writable
+from gossamer.evaluation.files import check_file
 from gossamer.evaluation.generation import Generation
 from gossamer.evaluation.generation import generate as run_pipeline
 from gossamer.evaluation.variants import DENSE, Variant, load_variant, parse_variant
-from gossamer.evaluation.video import require_av, write_video
+from gossamer.evaluation.video import FORMATS, require_av, write_video
 
 DEFAULT_METHOD = "instagen"
 
@@ -23,7 +23,9 @@ DEFAULT_METHOD = "instagen"
 def generate(  # noqa: PLR0913 - a parameter is an option of the command
     prompt: Annotated[str, typer.Argument(help="What the video shows.")],
     *,
-    out: Annotated[Path, typer.Option("--out", help="The mp4 file to write.")] = Path("out.mp4"),
+    out: Annotated[
+        Path, typer.Option("--out", help=f"The file to write: {', '.join(FORMATS)}.")
+    ] = Path("out.mp4"),
     model: options.Model = BUNDLED,
     method: Annotated[
         str | None,
@@ -57,7 +59,7 @@ def generate(  # noqa: PLR0913 - a parameter is an option of the command
     choice = choose_model(model)
     choice.check_prompts([prompt])
     require_av()
-    check_writable(out.parent)
+    check_file(out, FORMATS)
     chosen_device = choose_device(device, threads)
     pipe = choice.load(chosen_device)
     settings = choice.settings(

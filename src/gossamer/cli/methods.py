@@ -13,7 +13,7 @@ import gossamer as gs
 from gossamer.cli.console import print_facts, print_json, print_table, say
 from gossamer.cli.errors import UsageError
 from gossamer.cli.options import Json
-from gossamer.evaluation.files import check_writable
+from gossamer.evaluation.files import check_file
 from gossamer.evaluation.variants import unknown_name
 
 
@@ -53,10 +53,10 @@ def methods(
 def _draw(name: str, path: Path, *, as_json: bool) -> None:
     """Write a picture of the method's plans on small examples."""
     # Listing methods needs none of the report's modules.
-    from gossamer.report.drawing import write_picture
+    from gossamer.report.drawing import SUFFIXES, write_picture
     from gossamer.report.patterns import method_panels
 
-    check_writable(path.parent)
+    check_file(path, SUFFIXES)
     panels = method_panels(name)
     write_picture(panels, f"{name}: which keys each query reads", path)
     if as_json:
@@ -67,12 +67,17 @@ def _draw(name: str, path: Path, *, as_json: bool) -> None:
 
 
 def describe_method(name: str) -> dict[str, Any]:
-    """Return a method's name, summary, parameters with defaults, and paper, as JSON-able values."""
+    """Return a method's name, summary, parameters with defaults, and paper, as JSON-able values.
+
+    Beside its class stands the module to import it from, `gossamer` where that exports it.
+    """
     method = gs.get_method(name)
-    text = inspect.getdoc(type(method)) or ""
+    cls = type(method)
+    text = inspect.getdoc(cls) or ""
     return {
         "name": name,
-        "class": type(method).__name__,
+        "class": cls.__qualname__,
+        "module": "gossamer" if getattr(gs, cls.__name__, None) is cls else cls.__module__,
         "summary": text.partition("\n")[0],
         "parameters": method.params(),
         "paper": method.paper or None,
@@ -85,7 +90,7 @@ def _parameters(described: dict[str, Any]) -> str:
 
 
 def _print_one(described: dict[str, Any]) -> None:
-    facts = {"method": f"{described['name']} (gossamer.{described['class']})"}
+    facts = {"method": f"{described['name']} ({described['module']}.{described['class']})"}
     if described["paper"]:
         facts["paper"] = described["paper"]
     print_facts(facts)

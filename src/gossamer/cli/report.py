@@ -9,7 +9,7 @@ import typer
 
 from gossamer.cli import options
 from gossamer.cli.console import print_json, say
-from gossamer.evaluation.files import check_writable
+from gossamer.evaluation.files import check_file
 
 
 def report(
@@ -41,9 +41,10 @@ def make_report(results: Path, page: Path) -> None:
     Raises:
         ReportError: The results are missing or garbled.
         MissingExtraError: The packages of the extra `report` are not installed.
+        ValueError: The page's name ends in something else than .html.
         OSError: The page cannot be written.
     """
     from gossamer.report import write_report
 
-    check_writable(page.parent)
+    check_file(page, (".html", ".htm"))
     write_report(results, page)

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import tempfile
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,24 @@ def read_json(path: Path) -> dict[str, Any]:
         # The file's content is the wrong value, not the caller's argument of the wrong type.
         raise ValueError(f"{path} holds a {type(value).__name__}, not an object")  # noqa: TRY004
     return value
+
+
+def check_file(path: Path, suffixes: Collection[str] = ()) -> None:
+    """Refuse a file that could not be written at the end of a long job.
+
+    Args:
+        path: The file to write; missing folders above it will be made.
+        suffixes: What its name may end in, in lower case; empty for anything.
+
+    Raises:
+        ValueError: The name ends in something else; the message lists what it may end in.
+        OSError: A folder has the name, or the folder above it cannot be made or written.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if suffixes and path.suffix.lower() not in suffixes:
+        raise ValueError(f"{path}: the name must end in {' or '.join(suffixes)}")
+    check_writable(path.parent)
 
 
 def check_writable(folder: Path) -> None:

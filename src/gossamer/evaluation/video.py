@@ -1,4 +1,4 @@
-"""Videos as files: mp4 that every browser plays, and back to frames."""
+"""Videos as files: mp4 that every browser plays and its like, and back to frames."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from gossamer.errors import MissingExtraError
-from gossamer.evaluation.files import atomic_path
+from gossamer.evaluation.files import atomic_path, check_file
 from gossamer.evaluation.metrics import Video
 
 # Visually lossless for H.264: the files are looked at beside each other, so artefacts of the codec
 # must not be mistaken for those of a method.
 CRF = "14"
+FORMATS = {".mp4": "mp4", ".m4v": "mp4", ".mov": "mov", ".mkv": "matroska"}
+"""Containers that hold the same H.264 stream, by the suffix of the file."""
 # ITU-T H.273 code points: BT.709 primaries, transfer and matrix, and "limited" range. Untagged
 # files get BT.601 from some players and BT.709 from others.
 _BT709 = 1
@@ -36,27 +38,31 @@ def require_av() -> ModuleType:
 
 
 def write_video(path: Path, frames: Video, *, fps: int = 16) -> None:
-    """Write `frames` as H.264 mp4 (yuv420p, BT.709, index first), atomically.
+    """Write `frames` as H.264 (yuv420p, BT.709, index first), atomically.
 
     yuv420p has no odd sizes: an odd side gets its last row or column twice.
 
     Args:
-        path: The file; folders above it are made.
+        path: The file, its container by its suffix, one of `FORMATS`; folders above it are made.
         frames: [frames, height, width, 3] floats in 0…1; values outside are clipped.
         fps: Frames per second.
 
     Raises:
-        ValueError: `frames` is not a video, or has NaN.
+        ValueError: `frames` is not a video, or has NaN, or the suffix is none of `FORMATS`.
         OSError: The file cannot be written (a full disk, a folder without permission).
         MissingExtraError: The package `av` is not installed.
     """
     av = require_av()
+    check_file(path, FORMATS)
+    container_format = FORMATS[path.suffix.lower()]
+    # Index first, where the container has one that could stand last.
+    options = {} if container_format == "matroska" else {"movflags": "+faststart"}
     pixels = _to_bytes(frames)
     _, height, width, _ = pixels.shape
     pixels = np.pad(pixels, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     with (
         atomic_path(path) as scratch,
-        av.open(str(scratch), "w", format="mp4", options={"movflags": "+faststart"}) as container,
+        av.open(str(scratch), "w", format=container_format, options=options) as container,
     ):
         stream = container.add_stream("libx264", rate=fps, options={"crf": CRF})
         stream.height, stream.width, stream.pix_fmt = pixels.shape[1], pixels.shape[2], "yuv420p"

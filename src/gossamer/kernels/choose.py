@@ -7,6 +7,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from gossamer.call import check_tensors
 from gossamer.errors import UnsupportedError
 from gossamer.kernels import flash
 from gossamer.kernels.base import Kernel, wants_gradients
@@ -16,6 +17,7 @@ from gossamer.kernels.hopper import HopperKernel
 from gossamer.kernels.reference import ReferenceKernel
 from gossamer.kernels.triton import TritonKernel
 from gossamer.plan import KeyBlocks, SparsePlan
+from gossamer.plan.fit import check_fit
 
 # In the order of preference of kernel="auto", but for what `_order` says.
 _KERNELS: tuple[Kernel, ...] = (
@@ -36,7 +38,12 @@ def explain_kernels(q: Tensor, k: Tensor, v: Tensor, plan: SparsePlan) -> dict[s
     """Return, for every kernel, the reasons why it cannot run this; an empty list if it can.
 
     Gradients are among what it must do where a tensor requires them.
+
+    Raises:
+        PlanError: These are not the tensors of one call, or the plan is none for them.
     """
+    check_tensors(q, k, v)
+    check_fit(q, k, plan)
     return _explain(q, k, v, plan, gradients=wants_gradients(q, k, v))
 
 

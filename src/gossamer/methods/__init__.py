@@ -1,9 +1,10 @@
 """The methods: each decides which keys every tile of queries reads."""
 
+from gossamer.call import check_tensors
 from gossamer.methods.base import (
     Method,
     check_method,
-    check_tensors,
+    check_plan,
     get_method,
     get_method_class,
     list_methods,
@@ -59,6 +60,7 @@ __all__ = [
     "VAttention",
     "XAttention",
     "check_method",
+    "check_plan",
     "check_tensors",
     "get_method",
     "get_method_class",

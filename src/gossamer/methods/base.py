@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Self, TypeVar
 import torch
 from torch import Tensor
 
-from gossamer.call import Call
-from gossamer.errors import PlanError, UnsupportedError
+from gossamer.call import Call, check_tensors, given_call
+from gossamer.errors import PlanError, UnsupportedError, described
 from gossamer.plan import SparsePlan, full_plan, join_text
 
 State = MutableMapping[str, Any]
@@ -78,10 +78,13 @@ class Method(ABC):
             The plan, on q's device. The global random state is neither read nor changed.
 
         Raises:
-            PlanError: Shapes, grid, text or padding contradict one another.
+            PlanError: Shapes, grid, text or padding contradict one another, or the plan says
+                otherwise than the call (a method's fault; the message names the field).
             UnsupportedError: The method has no causal form and the call is causal.
         """
-        call = Call() if call is None else call
+        call = given_call(call)
+        if state is not None and not isinstance(state, MutableMapping):
+            raise PlanError(f"state={described(state)}: must be a dict, or None to plan cold")
         check_tensors(q, k, v)
         call.check(q.shape[0], q.shape[2], k.shape[2], q.shape[1])
         self.check_call(call)
@@ -92,6 +95,7 @@ class Method(ABC):
                 plan = self._plan_latent(q, k, v, call, state)
             else:
                 plan = self._plan_joint(q, k, v, call, state)
+        check_plan(self._label(), plan, q, k, call)
         return plan
 
     def check_call(self, call: Call) -> None:
@@ -101,7 +105,7 @@ class Method(ABC):
             PlanError: A parameter needs a grid, and the call has none.
             UnsupportedError: The method has no causal form and the call is causal.
         """
-        if call.causal and self.causal_reason:
+        if given_call(call).causal and self.causal_reason:
             raise UnsupportedError(f"{self.name} has no causal form: {self.causal_reason}")
 
     def anchor(
@@ -129,8 +133,14 @@ class Method(ABC):
         text = call.text or (0, 0)
         q, k, v = (without(x, text, dim=2) for x in (q, k, v))
         valid = None if call.key_valid is None else without(call.key_valid, text, dim=1)
-        plan = self._plan_latent(q, k, v, call.latent(valid), state)
+        latent = call.latent(valid)
+        plan = self._plan_latent(q, k, v, latent, state)
+        check_plan(self._label(), plan, q, k, latent)  # before text hides what the method left out
         return join_text(plan, text, call.key_valid)
+
+    def _label(self) -> str:
+        """Return what messages call the method; without a name it works, but is not registered."""
+        return getattr(self, "name", type(self).__name__)
 
     @abstractmethod
     def _plan_latent(
@@ -191,33 +201,79 @@ def check_method(method: object) -> None:
         PlanError: With the way to make one.
     """
     if not isinstance(method, Method):
-        raise PlanError(f"method={method!r} is not a method: use gossamer.get_method(name)")
+        hint = "use gossamer.get_method(name)"
+        if isinstance(method, str):
+            hint = f"use gossamer.get_method({method!r})"
+        elif isinstance(method, type) and issubclass(method, Method):
+            hint = f"make one, {method.__name__}(…)"
+        elif isinstance(method, SparsePlan):
+            hint = "gossamer.attend runs a plan"
+        raise PlanError(f"method={described(method)} is not a method: {hint}")
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse tensors that are not one attention call.
+def check_plan(method: str, plan: object, q: Tensor, k: Tensor, call: Call) -> None:
+    """Refuse a plan that says otherwise than the call it was made for.
+
+    The kernels go by the plan alone: without `causal` they read what lies ahead, without
+    `key_valid` padding. Nothing waits for a device; masks are compared by value on a CPU alone.
+
+    Args:
+        method: Name of the method that made the plan.
+        plan: What it made.
+        q: [B, H, N, D] queries that it was given.
+        k: [B, Hk, S, D] keys.
+        call: The facts that it was given.
 
     Raises:
-        PlanError: Wrong number of axes, or sizes that do not fit; the message gives the shapes.
-        TypeError: The dtypes differ or are not floating.
+        PlanError: Naming the method, the field, both values and what to pass.
     """
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise PlanError(f"{shapes}: each must be [batch, heads, tokens, head dim]")
-    if k.shape != v.shape:
-        raise PlanError(f"{shapes}: k and v must have the same shape")
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise PlanError(f"{shapes}: batch and head dim of q and k must agree")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+    if not isinstance(plan, SparsePlan):
+        raise PlanError(f"{method} planned {described(plan)}: must return a gossamer.SparsePlan")
+    said = {
+        "num_queries": (plan.num_queries, q.shape[2], "q.shape[2]"),
+        "num_keys": (plan.num_keys, k.shape[2], "k.shape[2]"),
+        "causal": (bool(plan.causal), bool(call.causal), "call.causal"),
+    }
+    for field, (got, want, source) in said.items():
+        if got != want:
+            raise _contradiction(method, field, str(got), str(want), source)
+    for axis, got, given in (("batch", plan.batch, q.shape[0]), ("heads", plan.heads, q.shape[1])):
+        if got not in (1, given):
+            raise PlanError(f"{method} made a plan of {axis} {got}: must be 1 or q's {given}")
+    if plan.device != q.device:
         raise PlanError(
-            f"{shapes}: {q.shape[1]} query heads are not a multiple of {k.shape[1]} KV heads"
+            f"{method} made a plan on {plan.device}: make its tensors on q's device, {q.device}"
         )
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise TypeError(
-            f"q is {q.dtype}, k is {k.dtype}, v is {v.dtype}: cast them to one floating dtype"
-        )
-    if not q.device == k.device == v.device:
-        raise PlanError(f"q is on {q.device}, k on {k.device}, v on {v.device}: move them together")
+    # One factor in other words is the same: None or 1/sqrt(D), whichever way it is rounded.
+    default = q.shape[-1] ** -0.5
+    factor, want = (default if x is None else float(x) for x in (plan.scale, call.scale))
+    if abs(factor - want) > 1e-6 * abs(want):  # math.isclose cannot be traced
+        raise _contradiction(method, "scale", str(plan.scale), str(call.scale), "call.scale")
+    if not _same_keys(plan.key_valid, call.key_valid):
+        got, want = described(plan.key_valid), described(call.key_valid)
+        raise _contradiction(method, "key_valid", got, want, "call.key_valid")
+
+
+def _contradiction(method: str, field: str, got: str, want: str, source: str) -> PlanError:
+    """Return the error for a plan whose field is not the call's."""
+    return PlanError(
+        f"{method} made a plan with {field}={got} where the call has {want}: "
+        f"pass SparsePlan(…, {field}={source})"
+    )
+
+
+def _same_keys(planned: Tensor | None, given: Tensor | None) -> bool:
+    """Return whether a plan's mask is the call's; by shape and device alone where looking waits."""
+    if planned is given:
+        return True
+    if planned is None or given is None or planned.device != given.device:
+        return False
+    if planned.shape[-1] != given.shape[-1]:
+        return False
+    if given.device.type != "cpu" or torch.compiler.is_compiling():
+        return True
+    batch = max(planned.shape[0], given.shape[0])
+    return torch.equal(planned.expand(batch, -1), given.expand(batch, -1))
 
 
 def logit_scale(q: Tensor, call: Call) -> float:
@@ -234,7 +290,9 @@ def check_share(method: str, name: str, value: float, *, zero: bool = False) -> 
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or not (0 < value <= 1 or (zero and value == 0)):
         bound = "0 <=" if zero else "0 <"
-        raise PlanError(f"{method}: {name}={value!r} must be a number with {bound} {name} <= 1")
+        raise PlanError(
+            f"{method}: {name}={described(value)} must be a number with {bound} {name} <= 1"
+        )
 
 
 def check_count(method: str, name: str, value: int | None, *, optional: bool = False) -> None:
@@ -246,7 +304,7 @@ def check_count(method: str, name: str, value: int | None, *, optional: bool = F
     if value is None and optional:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{method}: {name}={value!r} must be an integer >= 1")
+        raise PlanError(f"{method}: {name}={described(value)} must be an integer >= 1")
 
 
 def refuse_unused(method: Method, why: str, *names: str) -> None:
@@ -272,25 +330,73 @@ def refuse_unused(method: Method, why: str, *names: str) -> None:
 
 
 def register(cls: MethodClass) -> MethodClass:
-    """Register a method class under its name; for use as a decorator."""
-    _registry[cls.name] = cls
+    """Register a method class under its name; for use as a decorator.
+
+    A class in a notebook or a script needs this alone. The same class may come again, as when its
+    module is reloaded or its cell is run once more.
+
+    Args:
+        cls: A subclass of `Method` with a `name` of its own.
+
+    Returns:
+        The class.
+
+    Raises:
+        PlanError: It is no such class, or another one has the name already.
+    """
+    name = _name_of(cls)
+    known = _registry.get(name)
+    if known is not None and _path(known) != _path(cls):
+        raise PlanError(
+            f"{_path(cls)} cannot be registered as {name!r}, the name of {_path(known)}: "
+            "give it a name of its own"
+        )
+    _registry[name] = cls
     return cls
+
+
+def _name_of(cls: object) -> str:
+    """Return the registry name that a method class gives itself.
+
+    Raises:
+        PlanError: It is no method class, or has no name.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise PlanError(f"{described(cls)} cannot be registered: must be a subclass of Method")
+    name = getattr(cls, "name", None)
+    if not (isinstance(name, str) and name):
+        raise PlanError(
+            f'{_path(cls)} has no name: write name: ClassVar[str] = "my-method" in the class'
+        )
+    return name
+
+
+def _path(cls: type) -> str:
+    """Return module and name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 @cache
 def _load_entry_points() -> None:
-    """Register the methods of other installed packages, once; what does not load is left out."""
+    """Register the methods of other installed packages, once.
+
+    What does not load, cannot be registered or has another name than its entry point is left out.
+    """
     for entry in entry_points(group=_ENTRY_POINTS):
         try:
             cls = entry.load()
+            name = _name_of(cls)
+            if name != entry.name:
+                raise PlanError(
+                    f"{_path(cls)} has the name {name!r}: name the entry point and the class alike"
+                )
+            register(cls)
         except Exception as error:  # noqa: BLE001 -- theirs, whatever it is
             warnings.warn(
                 f"the method {entry.name!r} ({entry.value}) of another package does not load and "
                 f"is left out: {type(error).__name__}: {error}",
                 stacklevel=3,
             )
-            continue
-        register(cls)
 
 
 def list_methods() -> list[str]:
@@ -326,7 +432,10 @@ def get_method(name: str, **params: Any) -> Method:
         PlanError: Unknown name or parameter, or a value out of range.
     """
     if not isinstance(name, str):
-        raise PlanError(f"method {name!r}: give its name, one of {', '.join(list_methods())}")
+        raise PlanError(
+            f"method {described(name)}: give its name, one of {', '.join(list_methods())} "
+            "(gossamer.methods.register adds a class of your own)"
+        )
     cls = get_method_class(name)
     density = params.pop("density", None)
     allowed = sorted({field.name for field in fields(cls)} | {"density"})

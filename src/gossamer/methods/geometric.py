@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.group.patches import Patches
 from gossamer.plan import KeyTokens, SparsePlan
 from gossamer.select.runs import Runs, list_runs, solve_knob
@@ -34,7 +34,9 @@ def check_number(
         or value < 0
         or (value == 0 and not zero)
     ):
-        raise PlanError(f"{method}: {name}={value!r} must be a number {'>=' if zero else '>'} 0")
+        raise PlanError(
+            f"{method}: {name}={described(value)} must be a number {'>=' if zero else '>'} 0"
+        )
 
 
 def check_size(method: str, name: str, value: int) -> None:
@@ -44,7 +46,7 @@ def check_size(method: str, name: str, value: int) -> None:
         PlanError: Naming the parameter and the value.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise PlanError(f"{method}: {name}={value!r} must be an integer >= 0")
+        raise PlanError(f"{method}: {name}={described(value)} must be an integer >= 0")
 
 
 def only_one(method: str, **given: object) -> str | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.group import Draw, Pairs
 from gossamer.group.cocluster import co_cluster
 from gossamer.methods.base import State, check_share, logit_scale, register
@@ -110,7 +110,7 @@ class InstaGen(ClusteredMethod):
         for name, allowed in (("sampler", _SAMPLERS), ("scorer", _SCORERS)):
             value = getattr(self, name)
             if value not in allowed:
-                raise PlanError(f"instagen: {name}={value!r} must be one of {allowed}")
+                raise PlanError(f"instagen: {name}={described(value)} must be one of {allowed}")
         for name in ("exact", "sampled"):
             value = getattr(self, name)
             if value is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError, UnsupportedError
+from gossamer.errors import PlanError, UnsupportedError, described
 from gossamer.group import pack_tiles, sort_by_group
 from gossamer.group.relay import (
     Shape,
@@ -133,13 +133,15 @@ class Intra(Method):
             if value is None and name == "span":
                 continue
             if value is None or not (_is_integer(value) and value >= 0):
-                raise PlanError(f"intra: {name}={value!r} must be an integer >= 0")
+                raise PlanError(f"intra: {name}={described(value)} must be an integer >= 0")
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
-                raise PlanError(f"intra: {name}={value!r} must be one of {', '.join(allowed)}")
+                raise PlanError(
+                    f"intra: {name}={described(value)} must be one of {', '.join(allowed)}"
+                )
         if not isinstance(self.fit, bool):
-            raise PlanError(f"intra: fit={self.fit!r} must be True or False")
+            raise PlanError(f"intra: fit={described(self.fit)} must be True or False")
         self._set_shapes()
         self._refuse_unused()
 
@@ -537,7 +539,9 @@ def _shape(name: str, value: object) -> Shape:
     """
     sides = tuple(value) if isinstance(value, (tuple, list)) else ()
     if len(sides) != 3 or not all(_is_integer(side) and side >= 1 for side in sides):
-        raise PlanError(f"intra: {name}={value!r} must be (frames, rows, columns), integers >= 1")
+        raise PlanError(
+            f"intra: {name}={described(value)} must be (frames, rows, columns), integers >= 1"
+        )
     return cast(Shape, sides)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.group import Draw, kmeans, pack_tiles
 from gossamer.group.pddp import pddp
 from gossamer.methods.base import (
@@ -105,7 +105,7 @@ class MCSparse(Method):
         check_share(self.name, "density", self.density)
         for name, allowed in (("grouping", _GROUPINGS), ("scores", _SCORES)):
             if (value := getattr(self, name)) not in allowed:
-                raise PlanError(f"{self.name}: {name}={value!r} must be one of {allowed}")
+                raise PlanError(f"{self.name}: {name}={described(value)} must be one of {allowed}")
         for name in ("block", "iterations", "tile"):
             check_count(self.name, name, getattr(self, name))
         if self.grouping == "none":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.methods.base import (
     Method,
     State,
@@ -121,7 +121,9 @@ class MInference(Method):
         """Refuse values out of range."""
         if self.pattern not in ("auto", *PATTERNS):
             allowed = ", ".join(("auto", *PATTERNS))
-            raise PlanError(f"{self.name}: pattern={self.pattern!r} must be one of {allowed}")
+            raise PlanError(
+                f"{self.name}: pattern={described(self.pattern)} must be one of {allowed}"
+            )
         if self.density is not None:
             check_share(self.name, "density", self.density)
         check_share(self.name, "search_density", self.search_density)

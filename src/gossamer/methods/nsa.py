@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.group import block_means
 from gossamer.methods.base import (
     Method,
@@ -91,7 +91,7 @@ class NSA(Method):
         for name in ("first_blocks", "window"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise PlanError(f"{self.name}: {name}={value!r} must be an integer >= 0")
+                raise PlanError(f"{self.name}: {name}={described(value)} must be an integer >= 0")
         for name in ("length", "block"):
             if getattr(self, name) % self.stride:
                 raise PlanError(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.group import cubes
 from gossamer.group.places import place_means
 from gossamer.methods.base import Method, State, check_count, check_share, logit_scale
@@ -116,7 +116,7 @@ def check_sides(method: str, name: str, value: tuple[int, ...], axes: int) -> tu
         PlanError: It is not; the message gives the value.
     """
     if not isinstance(value, (tuple, list)) or len(value) != axes:
-        raise PlanError(f"{method}: {name}={value!r} must be {axes} integers, each >= 1")
+        raise PlanError(f"{method}: {name}={described(value)} must be {axes} integers, each >= 1")
     for side in value:
         check_count(method, name, side)
     return tuple(value)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError, UnsupportedError
+from gossamer.errors import PlanError, UnsupportedError, described
 from gossamer.methods.base import (
     Method,
     State,
@@ -104,9 +104,8 @@ class ScalingAttention(Method):
     def __post_init__(self) -> None:
         """Refuse contradictions; 50% density where no budget is given."""
         if self.density is not None and self.p is not None:
-            raise PlanError(
-                f"scaling: give density={self.density!r} or p={self.p!r}, not both of them"
-            )
+            density, p = described(self.density), described(self.p)
+            raise PlanError(f"scaling: give density={density} or p={p}, not both of them")
         if self.density is None and self.p is None:
             object.__setattr__(self, "density", _DENSITY)
         for name in ("density", "p"):
@@ -114,11 +113,13 @@ class ScalingAttention(Method):
                 check_share(self.name, name, getattr(self, name))
         check_count(self.name, "block", self.block, optional=True)
         if self.profile is not None and (not isinstance(self.profile, str) or not self.profile):
-            raise PlanError(f"scaling: profile={self.profile!r} must be a name or a path")
+            raise PlanError(f"scaling: profile={described(self.profile)} must be a name or a path")
         allowed = {"budgets": BUDGETS, "orientation": ORIENTATIONS, "permute": PERMUTES}
         for name, values in allowed.items():
             if getattr(self, name) not in values:
-                raise PlanError(f"scaling: {name}={getattr(self, name)!r} must be one of {values}")
+                raise PlanError(
+                    f"scaling: {name}={described(getattr(self, name))} must be one of {values}"
+                )
         if self.profile is None and self.permute != "none":
             raise PlanError(
                 f"scaling: permute={self.permute!r} needs a profile that holds the orders: make "

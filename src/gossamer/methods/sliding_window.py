@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError, UnsupportedError
+from gossamer.errors import PlanError, UnsupportedError, described
 from gossamer.group.patches import Patches, line_tiles, patch_tiles
 from gossamer.methods.base import (
     Method,
@@ -94,7 +94,9 @@ class SlidingWindow(Method):
         if self.window3d is not None:
             given = self.window3d
             if not isinstance(given, (tuple, list)) or len(given) != 3:
-                raise PlanError(f"{name}: window3d={given!r} must be (frames, rows, columns)")
+                raise PlanError(
+                    f"{name}: window3d={described(given)} must be (frames, rows, columns)"
+                )
             sides = (given[0], given[1], given[2])
             for side in sides:
                 check_count(name, "window3d", side)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.methods.base import refuse_unused, register
 from gossamer.methods.compensated import CompensatedMethod, Pooled
 
@@ -60,11 +60,11 @@ class SolAttn(CompensatedMethod):
         super().__post_init__()
         number = isinstance(self.tau, (int, float)) and not isinstance(self.tau, bool)
         if not number or math.isnan(self.tau):
-            raise PlanError(f"{self.name}: tau={self.tau!r} must be a number")
+            raise PlanError(f"{self.name}: tau={described(self.tau)} must be a number")
         for name in ("near", "first_blocks"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise PlanError(f"{self.name}: {name}={value!r} must be an integer >= 0")
+                raise PlanError(f"{self.name}: {name}={described(value)} must be an integer >= 0")
         if self.density is not None:
             refuse_unused(self, f"beside density={self.density:g}", "tau")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.group import block_means
 from gossamer.group.similarity import self_similarity
 from gossamer.methods.base import check_share, logit_scale, register
@@ -58,9 +58,8 @@ class SpargeAttn(BlockedMethod):
     def __post_init__(self) -> None:
         """Refuse contradictory budgets and fill in the published defaults."""
         if self.density is not None and self.mass is not None:
-            raise PlanError(
-                f"{self.name}: give density={self.density!r} or mass={self.mass!r}, not both"
-            )
+            density, mass = described(self.density), described(self.mass)
+            raise PlanError(f"{self.name}: give density={density} or mass={mass}, not both")
         if self.density is None and self.mass is None:
             object.__setattr__(self, "density", 0.5)
         super().__post_init__()
@@ -71,7 +70,8 @@ class SpargeAttn(BlockedMethod):
         value: object = self.similarity
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1 <= value <= 1:
             raise PlanError(
-                f"{self.name}: similarity={value!r} must be a number with -1 <= similarity <= 1"
+                f"{self.name}: similarity={described(value)} must be a number with "
+                "-1 <= similarity <= 1"
             )
 
     def _scores(self, q: Tensor, k: Tensor, v: Tensor, call: Call, layout: BlockLayout) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.group import Pairs
 from gossamer.methods.base import check_share, logit_scale, refuse_unused, register
 from gossamer.methods.clustered import ClusteredMethod
@@ -75,7 +75,9 @@ class SVGEAR(ClusteredMethod):
         check_share(self.name, "min_ratio", self.min_ratio, zero=True)
         number = isinstance(self.gamma, (int, float)) and not isinstance(self.gamma, bool)
         if not number or not 0 <= self.gamma <= 10:
-            raise PlanError(f"svg-ear: gamma={self.gamma!r} must be a number with 0 <= gamma <= 10")
+            raise PlanError(
+                f"svg-ear: gamma={described(self.gamma)} must be a number with 0 <= gamma <= 10"
+            )
         if self.density is not None:
             refuse_unused(self, f"beside density={self.density:g}", "mass")
 

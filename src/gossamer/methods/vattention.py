@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.group import ClusterSettings, pack_tiles
 from gossamer.group.pairs import cluster_queries
 from gossamer.methods.base import (
@@ -125,7 +125,7 @@ class VAttention(Method):
             if value is None and name == "local":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise PlanError(f"vattention: {name}={value!r} must be an integer >= 0")
+                raise PlanError(f"vattention: {name}={described(value)} must be an integer >= 0")
         if self.density is not None and self.exact is not None and self.exact > self.density:
             raise PlanError(
                 f"vattention: exact={self.exact:g} must be at most density={self.density:g}"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.group.antidiagonal import Strides, antidiagonal_mass
 from gossamer.methods.base import check_count, check_share, logit_scale, refuse_unused, register
 from gossamer.methods.blocked import BlockedMethod
@@ -62,7 +62,9 @@ class XAttention(BlockedMethod):
         check_share(self.name, "mass", self.mass)
         check_count(self.name, "stride", self.stride)
         if not isinstance(self.keep_sink, bool):
-            raise PlanError(f"{self.name}: keep_sink={self.keep_sink!r} must be True or False")
+            raise PlanError(
+                f"{self.name}: keep_sink={described(self.keep_sink)} must be True or False"
+            )
         for name in ("block", "tile"):
             size = getattr(self, name)
             if size % self.stride:

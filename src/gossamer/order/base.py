@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from typing import ClassVar, TypeVar
 
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.plan import SparsePlan
 
 OrderParam = int | str  # what an order's parameters may be, so that recipe files hold them
@@ -64,9 +64,24 @@ class Order(ABC):
 
 
 def register(cls: OrderClass) -> OrderClass:
-    """Register an order class under its name; for use as a decorator."""
+    """Register an order class under its name; for use as a decorator.
+
+    Raises:
+        PlanError: Another class has the name already.
+    """
+    known = _registry.get(cls.name)
+    if known is not None and _path(known) != _path(cls):
+        raise PlanError(
+            f"{_path(cls)} cannot be registered as {cls.name!r}, the name of {_path(known)}: "
+            "give it a name of its own"
+        )
     _registry[cls.name] = cls
     return cls
+
+
+def _path(cls: type) -> str:
+    """Return module and name of a class."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def list_orders() -> list[str]:
@@ -84,6 +99,10 @@ def get_order(name: str, **params: OrderParam) -> Order:
     Raises:
         PlanError: Unknown name or parameter, or a value out of range.
     """
+    if not isinstance(name, str):
+        raise PlanError(
+            f"order is {described(name)}: give its name, one of {', '.join(list_orders())}"
+        )
     if name not in _registry:
         near = difflib.get_close_matches(name, _registry, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from gossamer.counter import uniform
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 from gossamer.order.base import Order, OrderDecision, register
 from gossamer.order.gpu import wavealign as gpu
 from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan
 from gossamer.plan.density import count_visible
+from gossamer.plan.fit import check_is_plan
 from gossamer.plan.rows import expand, tile_queries, tile_rows
 
 _SALT = 4  # of the start of the subspace iteration
@@ -92,12 +93,17 @@ class WaveAlign(Order):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 also = ' or "auto"' if name == "wave" else ""
-                raise PlanError(f"wavealign: {name}={value!r} must be an integer >= {least}{also}")
+                raise PlanError(
+                    f"wavealign: {name}={described(value)} must be an integer >= {least}{also}"
+                )
         if self.skip not in ("auto", "never"):
-            raise PlanError(f"wavealign: skip={self.skip!r} must be one of ('auto', 'never')")
+            raise PlanError(
+                f"wavealign: skip={described(self.skip)} must be one of ('auto', 'never')"
+            )
 
     def decide(self, plan: SparsePlan) -> OrderDecision:
         """Estimate the gain from the length and the density."""
+        check_is_plan(plan)
         tokens, wave = plan.num_keys, self._wave(plan)
         density = _density(plan)
         spilled = max(0.0, 1 - _MIN_TOKENS / max(tokens, 1))  # of K and V, from the L2 cache
@@ -125,7 +131,11 @@ class WaveAlign(Order):
             plan: The plan.
             decision: What `decide` returned for this plan; None asks it where plans may be left as
                 they are.
+
+        Raises:
+            PlanError: It is no plan.
         """
+        check_is_plan(plan)
         if decision is None and self.skip == "auto":
             decision = self.decide(plan)
         leaves = decision is not None and not decision.order

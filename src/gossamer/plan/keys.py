@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Self
+from typing import Self, cast
 
 import torch
 from torch import Tensor
 
-from gossamer.errors import PlanError
+from gossamer.call import is_index
+from gossamer.errors import PlanError, described
 
+_ROWS = "[B|1, H|1, R]"  # the axes of what each key row has
 _WORD = 32  # bits in one word of the bit-mask encoding
 
 
@@ -26,21 +29,57 @@ class _OnDevice:
         return replace(self, **moved)  # pyright: ignore[reportArgumentType] -- as above
 
 
-def check_dtypes(given: object, dtype: torch.dtype, *names: str) -> None:
-    """Refuse tensors of another dtype: kernels read them as what the format says they are.
+def check_fields(
+    given: object,
+    dtype: torch.dtype | None,
+    axes: Mapping[str, str],
+    *,
+    optional: Collection[str] = (),
+) -> None:
+    """Refuse what is no tensor, and tensors of another dtype or number of axes.
+
+    Kernels read them as what the format says they are.
 
     Args:
-        given: What holds the tensors, or None in the place of one.
-        dtype: What they must be.
-        names: Their attributes.
+        given: What holds the tensors.
+        dtype: What they must be; None for any.
+        axes: Their attributes, with their axes as text such as "[B|1, H|1, R]".
+        optional: Those that may be None.
 
     Raises:
-        PlanError: Naming the tensor and both dtypes.
+        PlanError: Naming the tensor, what it is and what it must be.
     """
-    for name in names:
+    for name, layout in axes.items():
         tensor = getattr(given, name)
-        if tensor is not None and tensor.dtype != dtype:
-            raise PlanError(f"{type(given).__name__}.{name} is {tensor.dtype}, must be {dtype}")
+        if tensor is None and name in optional:
+            continue
+        check_tensor(f"{type(given).__name__}.{name}", tensor, dtype, layout)
+
+
+def check_tensor(name: str, value: object, dtype: torch.dtype | None, layout: str) -> None:
+    """Refuse what is no tensor of a dtype (None: of any) with the axes of a layout.
+
+    Raises:
+        PlanError: Naming the tensor, what it is and what it must be.
+    """
+    if not isinstance(value, Tensor):
+        kind = "a tensor" if dtype is None else f"a {dtype} tensor"
+        raise PlanError(f"{name} is {described(value)}, must be {kind} {layout}")
+    if dtype is not None and value.dtype != dtype:
+        raise PlanError(f"{name} is {value.dtype}, must be {dtype}")
+    if value.dim() != layout.partition("]")[0].count(",") + 1:
+        raise PlanError(f"{name} has shape {tuple(value.shape)}, must be {layout}")
+
+
+def check_size(name: str, value: object, least: int) -> None:
+    """Refuse what is no integer, or one below `least`.
+
+    Raises:
+        PlanError: Naming it and the bound.
+    """
+    # Lengths may be symbolic while torch.compile traces.
+    if not (is_index(value) and cast(int, value) >= least):
+        raise PlanError(f"{name} is {described(value)}, must be an integer >= {least}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,8 +102,10 @@ class KeyBlocks(_OnDevice):
     key_order: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Refuse lists of another dtype."""
-        check_dtypes(self, torch.int32, "count", "index", "key_order")
+        """Refuse lists of another dtype or number of axes, and blocks without a size."""
+        check_size("KeyBlocks.block", self.block, 1)
+        axes = {"count": _ROWS, "index": "[B|1, H|1, R, K]", "key_order": "[B|1, H|1, places]"}
+        check_fields(self, torch.int32, axes, optional=("key_order",))
 
     @property
     def num_rows(self) -> int:
@@ -73,6 +114,7 @@ class KeyBlocks(_OnDevice):
 
     def num_blocks(self, num_keys: int) -> int:
         """Return the number of blocks that `num_keys` keys and the holes fill."""
+        check_size("num_keys", num_keys, 0)
         length = num_keys if self.key_order is None else self.key_order.shape[-1]
         return -(-length // self.block)
 
@@ -90,7 +132,12 @@ class KeyBlocks(_OnDevice):
 
     @classmethod
     def from_mask(cls, mask: Tensor, *, block: int, key_order: Tensor | None = None) -> KeyBlocks:
-        """Build the lists from a block mask [B|1, H|1, R, num_blocks] bool."""
+        """Build the lists from a block mask [B|1, H|1, R, num_blocks] bool.
+
+        Raises:
+            PlanError: The mask is no such tensor.
+        """
+        check_tensor("mask", mask, torch.bool, "[B|1, H|1, R, num_blocks]")
         count = mask.sum(-1, dtype=torch.int32)
         # A stable sort of "not kept" moves the kept indices to the front, still ascending.
         index = torch.argsort((~mask).byte(), dim=-1, stable=True).int()
@@ -112,7 +159,12 @@ class KeyBlocks(_OnDevice):
     def from_bits(
         cls, words: Tensor, *, block: int, num_keys: int, key_order: Tensor | None = None
     ) -> KeyBlocks:
-        """Build the lists from the words that `to_bits` returns."""
+        """Build the lists from the words that `to_bits` returns.
+
+        Raises:
+            PlanError: The words are no such tensor.
+        """
+        check_tensor("words", words, None, "[B|1, H|1, R, num_words]")
         if words.dtype == torch.uint32:
             words = words.view(torch.int32)
         shifts = torch.arange(_WORD, device=words.device)
@@ -151,9 +203,13 @@ class KeyTokens(_OnDevice):
     extra_of: Tensor | None = None
 
     def __post_init__(self) -> None:
-        """Refuse halves of a pair, and lists of another dtype."""
-        check_dtypes(self, torch.int64, "start")
-        check_dtypes(self, torch.int32, "count", "index", "extra_of")
+        """Refuse halves of a pair, and lists of another dtype or number of axes."""
+        check_fields(self, torch.int64, {"start": _ROWS})
+        axes = {"count": _ROWS, "index": "[P]", "extra_of": "[B, Hk, S]"}
+        check_fields(self, torch.int32, axes, optional=("extra_of",))
+        extra = "[B, Hk, E, D]"
+        axes = {"log_weight": "[P]", "extra_k": extra, "extra_v": extra}
+        check_fields(self, None, axes, optional=axes)
         if (self.extra_k is None) != (self.extra_v is None):
             raise PlanError("extra_k and extra_v come together: give both or neither")
 
@@ -181,7 +237,21 @@ class KeyTokens(_OnDevice):
             index: [B|1, H|1, R, L] integer, ascending per row in its first `count` entries.
             count: [B|1, H|1, R] integer; None where every row is L long.
             log_weight: [B|1, H|1, R, L] float32 or None.
+
+        Raises:
+            PlanError: These are no such tensors, such as lists of uneven length.
         """
+        layout = "[B|1, H|1, R, L] (pad rows to one length and give their own as count)"
+        check_tensor("index", index, None, layout)
+        if count is not None:
+            check_tensor("count", count, None, _ROWS)
+        if log_weight is not None:
+            check_tensor("log_weight", log_weight, None, layout)
+            if log_weight.shape != index.shape:
+                raise PlanError(
+                    f"log_weight has shape {tuple(log_weight.shape)}, index "
+                    f"{tuple(index.shape)}: give a weight for each entry"
+                )
         batch, heads, rows, width = index.shape
         device = index.device
         start = torch.arange(batch * heads * rows, device=device) * width

@@ -8,10 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from gossamer.errors import PlanError
+from gossamer.call import is_index
+from gossamer.errors import PlanError, described
 from gossamer.plan.dense import dense_weights
 from gossamer.plan.density import density
-from gossamer.plan.keys import KeyBlocks, KeyTokens, check_dtypes
+from gossamer.plan.keys import KeyBlocks, KeyTokens, check_fields, check_size, check_tensor
 from gossamer.plan.validate import validate
 
 
@@ -58,13 +59,26 @@ class SparsePlan:
     window: tuple[int, int, int] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no attention has, and tensors of another dtype."""
-        check_dtypes(self, torch.int32, "query_index", "tile_row", "launch_order")
-        check_dtypes(self, torch.bool, "key_valid")
-        if min(self.num_queries, self.num_keys) < 0 or self.tile < 1:
+        """Refuse sizes that no attention has, and tensors of another dtype or number of axes."""
+        if not isinstance(self.keys, (KeyBlocks, KeyTokens)):
+            hint = "KeyBlocks.from_mask and KeyTokens.from_lists make them"
             raise PlanError(
-                f"num_queries={self.num_queries}, num_keys={self.num_keys}, tile={self.tile}: "
-                "lengths must be >= 0 and tile >= 1"
+                f"SparsePlan.keys is {described(self.keys)}, must be KeyBlocks or KeyTokens: {hint}"
+            )
+        tiles = "[B|1, H|1, T]"
+        axes = {"query_index": "[B|1, H|1, T, tile]", "tile_row": tiles, "launch_order": tiles}
+        check_fields(self, torch.int32, axes, optional=axes)
+        check_fields(self, torch.bool, {"key_valid": "[B|1, S]"}, optional=("key_valid",))
+        for name, least in (("num_queries", 0), ("num_keys", 0), ("tile", 1)):
+            check_size(f"SparsePlan.{name}", getattr(self, name), least)
+        window = self.window
+        if window is not None and not (
+            isinstance(window, tuple)
+            and len(window) == 3
+            and all(is_index(side) for side in window)
+        ):
+            raise PlanError(
+                f"SparsePlan.window is {described(window)}, must be (left, right, sink), integers"
             )
 
     @property
@@ -152,6 +166,8 @@ class SparsePlan:
             return self
         if keys.extra_of is None:
             raise PlanError("the plan's virtual keys carry no extra_of: plan again instead")
+        for name, x in (("k", k), ("v", v)):
+            check_tensor(name, x, None, "[B, Hk, S, D]")
         batch, kv_heads, num_keys, dim = k.shape
         of = keys.extra_of.shape
         fits = num_keys == of[2] and of[0] in (1, batch) and of[1] in (1, kv_heads)

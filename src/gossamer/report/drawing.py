@@ -102,9 +102,9 @@ def write_picture(panels: Sequence[Panel], title: str, path: Path) -> None:
         MissingExtraError: A .png is wanted and Pillow, which draws its letters, is not installed.
         OSError: The file cannot be written.
     """
-    if path.suffix not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise ReportError(f"{path}: the name must end in {' or '.join(SUFFIXES)}")
-    draw = _svg if path.suffix == ".svg" else _png
+    draw = _svg if path.suffix.lower() == ".svg" else _png
     picture = draw(panels, title, _Layout.of(panels))
     with atomic_path(path) as scratch:
         scratch.write_bytes(picture)

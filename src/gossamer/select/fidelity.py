@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.errors import PlanError
+from gossamer.errors import PlanError, described
 
 # Where fidelity is highest: the layers (deep, shallow) and the steps (noisy: the first ones, clean:
 # the last ones).
@@ -115,7 +115,7 @@ def target_shape(
         [T, L] float64.
     """
     if orientation not in ORIENTATIONS:
-        raise PlanError(f"orientation={orientation!r} must be one of {ORIENTATIONS}")
+        raise PlanError(f"orientation={described(orientation)} must be one of {ORIENTATIONS}")
     layers, steps = orientation.split("-")
     num_steps = sum(len(bucket) for bucket in buckets)
     layer = torch.arange(1, num_layers + 1, dtype=torch.float64, device="cpu")

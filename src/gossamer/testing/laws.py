@@ -1,7 +1,7 @@
 """The laws of a method, as checks that any package can run on its own methods.
 
 Each check raises `AssertionError` where its law does not hold. `METHOD_LAWS` holds those that take
-a method's registry name alone:
+a method's registry name alone; `gossamer.methods.register` gives one to a class of your own:
 
     @pytest.mark.parametrize("law", METHOD_LAWS, ids=lambda law: law.__name__)
     def test_law(law):
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from gossamer.attention import attend, sparse_attention
 from gossamer.call import Call
-from gossamer.errors import UnsupportedError
-from gossamer.methods import Dense, Method, get_method, get_method_class
+from gossamer.errors import PlanError, UnsupportedError
+from gossamer.methods import Dense, Method, check_plan, get_method, get_method_class
 from gossamer.plan import SparsePlan
 from gossamer.testing.shape import Shape
 from gossamer.testing.yardstick import assert_matches, attention, require, tolerance
@@ -135,6 +135,25 @@ def causal_plans_look_at_the_past_alone(name: str) -> None:
         check_full(method_at(name, 1.0), tensors, Call(causal=True))
 
 
+def plans_say_what_the_call_says(name: str) -> None:
+    """Check that lengths, causality, padding and scale of a call stand in its plan.
+
+    Kernels go by the plan alone.
+    """
+    method = method_at(name, 0.3)
+    q, k, v = Shape(2, 2, 2, 240, 240, 16, 6).tensors()
+    padded = torch.arange(240) < torch.tensor([[240], [170]])
+    calls = [Call(key_valid=padded), Call(scale=0.05)]
+    calls += [Call(key_valid=padded, scale=0.05, text=(10, 40))]
+    if not get_method_class(name).causal_reason:
+        calls += [Call(causal=True), Call(causal=True, key_valid=padded, scale=0.05)]
+    for call in calls:
+        try:
+            check_plan(method.name, method.plan(q, k, v, call), q, k, call)
+        except PlanError as error:
+            raise AssertionError(str(error)) from error
+
+
 def densities_are_met(name: str) -> None:
     """Check law 5: the share of latent pairs that is asked for is computed, within .02.
 
@@ -234,6 +253,7 @@ METHOD_LAWS: tuple[Callable[[str], None], ...] = (
     full_budgets_are_dense,
     plans_are_valid,
     causal_plans_look_at_the_past_alone,
+    plans_say_what_the_call_says,
     densities_are_met,
     padding_changes_nothing,
     batch_rows_and_heads_are_independent,
