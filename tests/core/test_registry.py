@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import pytest
 
 import gossamer as gs
+from gossamer.cli.methods import describe_method
 from gossamer.methods import base, register
 from gossamer.order import base as orders
 from gossamer.testing import METHOD_LAWS
@@ -153,3 +154,18 @@ def test_the_command_line_names_the_module_to_import_from() -> None:
     assert "svg2 (gossamer.SVG2)" in CliRunner().invoke(app, ["methods", "svg2"]).output
     described = json.loads(CliRunner().invoke(app, ["methods", "own", "--json"]).output)
     assert (described["module"], described["class"]) == (__name__, "Own")
+
+
+def test_a_parameter_without_default_is_asked_for() -> None:
+    @register
+    @dataclass(frozen=True, kw_only=True)
+    class Needy(Own):
+        name: ClassVar[str] = "needy"
+        radius: int
+        sides: tuple[int, ...] = field(default_factory=lambda: (1, 2))
+
+    with pytest.raises(gs.PlanError, match="needy needs radius: give a value, or a density"):
+        gs.get_method("needy")
+    assert gs.get_method("needy", radius=3) == Needy(radius=3)
+    parameters = describe_method("needy")["parameters"]
+    assert (parameters["radius"], parameters["sides"]) == ("required", (1, 2))

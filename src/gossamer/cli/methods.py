@@ -15,6 +15,8 @@ from gossamer.cli.errors import UsageError
 from gossamer.cli.options import Json
 from gossamer.evaluation.files import check_file
 from gossamer.evaluation.variants import unknown_name
+from gossamer.methods import Method, get_method_class
+from gossamer.methods.base import required_params
 
 
 def methods(
@@ -71,18 +73,31 @@ def describe_method(name: str) -> dict[str, Any]:
 
     Beside its class stands the module to import it from, `gossamer` where that exports it.
     """
-    method = gs.get_method(name)
-    cls = type(method)
+    cls = get_method_class(name)
     text = inspect.getdoc(cls) or ""
     return {
         "name": name,
         "class": cls.__qualname__,
         "module": "gossamer" if getattr(gs, cls.__name__, None) is cls else cls.__module__,
         "summary": text.partition("\n")[0],
-        "parameters": method.params(),
-        "paper": method.paper or None,
+        "parameters": _defaults(cls),
+        "paper": cls.paper or None,
         "description": text,
     }
+
+
+def _defaults(cls: type[Method]) -> dict[str, Any]:
+    """Return a method's parameters as it has them where none is given, `"required"` for others."""
+    required = required_params(cls)
+    if not required:
+        return cls().params()
+    defaults = {
+        field.name: field.default
+        if field.default_factory is dataclasses.MISSING
+        else field.default_factory()
+        for field in dataclasses.fields(cls)
+    }
+    return {**defaults, **dict.fromkeys(required, "required")}
 
 
 def _parameters(described: dict[str, Any]) -> str:

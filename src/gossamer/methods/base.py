@@ -7,7 +7,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, MutableMapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, ClassVar, Self, TypeVar
@@ -420,6 +420,15 @@ def get_method_class(name: str) -> type[Method]:
     return _registry[name]
 
 
+def required_params(cls: type[Method]) -> list[str]:
+    """Return the parameters of a method class that have no default."""
+    return [
+        field.name
+        for field in fields(cls)
+        if field.init and field.default is MISSING and field.default_factory is MISSING
+    ]
+
+
 def get_method(name: str, **params: Any) -> Method:
     """Return a method by its registry name.
 
@@ -445,6 +454,9 @@ def get_method(name: str, **params: Any) -> Method:
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise PlanError(f"{name} has no parameter {key!r}: {hint}it has {', '.join(allowed)}")
     if density is None:
+        missing = [key for key in required_params(cls) if key not in params]
+        if missing:
+            raise PlanError(f"{name} needs {', '.join(missing)}: give a value, or a density")
         return cls(**params)
     check_share(name, "density", density)
     return cls.at_density(density, **params)
