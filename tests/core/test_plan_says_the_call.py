@@ -10,7 +10,7 @@ import torch
 
 import gossamer as gs
 from cases import Shape
-from gossamer.methods import base, check_plan, register
+from gossamer.methods import check_plan, register, registry
 from gossamer.plan import full_plan
 from gossamer.testing import METHOD_LAWS, method_at
 
@@ -145,7 +145,7 @@ def test_the_law_holds_for_every_method(name: str) -> None:
 
 def test_the_law_fails_where_a_method_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where it goes past `Method.plan`, which would have refused it."""
-    monkeypatch.setattr(base, "_registry", dict(base._registry))
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
     register(Forgetful)
     with pytest.raises(AssertionError, match="causal=False where the call has True"):
         LAW("forgetful")

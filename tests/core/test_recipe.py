@@ -234,7 +234,7 @@ def test_a_third_party_method_registers_through_its_entry_point(
     from importlib.metadata import EntryPoint
     from typing import ClassVar
 
-    from gossamer.methods import base
+    from gossamer.methods import registry
 
     @dataclass(frozen=True, kw_only=True)
     class Theirs(gs.Dense):
@@ -242,11 +242,11 @@ def test_a_third_party_method_registers_through_its_entry_point(
 
         name: ClassVar[str] = "theirs"
 
-    entry = EntryPoint("theirs", "elsewhere:Theirs", base._ENTRY_POINTS)
+    entry = EntryPoint("theirs", "elsewhere:Theirs", registry._ENTRY_POINTS)
     monkeypatch.setattr(EntryPoint, "load", lambda self: Theirs)
-    monkeypatch.setattr(base, "entry_points", lambda group: [entry])
-    monkeypatch.setattr(base, "_registry", dict(base._registry))
-    base._load_entry_points.cache_clear()
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry])
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
+    registry._load_entry_points.cache_clear()
     assert gs.list_methods()[-1] == "theirs"
     assert gs.get_method("theirs") == Theirs()
-    base._load_entry_points.cache_clear()
+    registry._load_entry_points.cache_clear()

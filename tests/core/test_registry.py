@@ -11,7 +11,7 @@ import pytest
 
 import gossamer as gs
 from gossamer.cli.methods import describe_method
-from gossamer.methods import base, register
+from gossamer.methods import register, registry
 from gossamer.order import base as orders
 from gossamer.testing import METHOD_LAWS
 
@@ -20,7 +20,7 @@ from gossamer.testing import METHOD_LAWS
 def registries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every test change the registries and leave them as they were."""
     gs.list_methods()
-    monkeypatch.setattr(base, "_registry", dict(base._registry))
+    monkeypatch.setattr(registry, "_registry", dict(registry._registry))
     monkeypatch.setattr(orders, "_registry", dict(orders._registry))
 
 
@@ -57,8 +57,8 @@ class Entry(types.SimpleNamespace):
 def entries(monkeypatch: pytest.MonkeyPatch, **classes: object) -> None:
     """Let the installed packages declare these classes, by the names of their entry points."""
     found = [Entry(name=name, value=f"m:{name}", cls=cls) for name, cls in classes.items()]
-    monkeypatch.setattr(base, "entry_points", lambda group: found if group else [])
-    base._load_entry_points.cache_clear()
+    monkeypatch.setattr(registry, "entry_points", lambda group: found if group else [])
+    registry._load_entry_points.cache_clear()
 
 
 def test_a_registered_class_is_found_by_name_and_obeys_the_laws() -> None:
@@ -121,19 +121,19 @@ def test_an_order_keeps_its_name_as_well() -> None:
 def test_an_entry_point_that_lies_is_left_out_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, name: str, cls: object, reason: str
 ) -> None:
-    before = dict(base._registry)
+    before = dict(registry._registry)
     entries(monkeypatch, **{name: cls})
     with pytest.warns(UserWarning, match=rf"'{name}' \(m:{name}\) .* is left out: .*{reason}"):
         names = gs.list_methods()
-    assert base._registry == before
+    assert registry._registry == before
     assert len(names) == len(before)
 
 
 def test_of_two_packages_the_first_keeps_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     rival = type("Rival", (Own,), {})
     found = [Entry(name="own", value=f"m:{cls.__name__}", cls=cls) for cls in (Own, rival)]
-    monkeypatch.setattr(base, "entry_points", lambda group: found if group else [])
-    base._load_entry_points.cache_clear()
+    monkeypatch.setattr(registry, "entry_points", lambda group: found if group else [])
+    registry._load_entry_points.cache_clear()
     with pytest.warns(UserWarning, match=r"m:Rival.*Rival cannot .*'own', the name of .*\.Own"):
         assert type(gs.get_method("own")) is Own
 

@@ -16,7 +16,7 @@ from gossamer.cli.options import Json
 from gossamer.evaluation.files import check_file
 from gossamer.evaluation.variants import unknown_name
 from gossamer.methods import Method, get_method_class
-from gossamer.methods.base import required_params
+from gossamer.methods.registry import required_params
 
 
 def methods(

@@ -1,15 +1,7 @@
 """The methods: each decides which keys every tile of queries reads."""
 
 from gossamer.call import check_tensors
-from gossamer.methods.base import (
-    Method,
-    check_method,
-    check_plan,
-    get_method,
-    get_method_class,
-    list_methods,
-    register,
-)
+from gossamer.methods.base import Method, check_method
 from gossamer.methods.block_topk import BlockTopK
 from gossamer.methods.clear import Clear
 from gossamer.methods.dense import Dense
@@ -23,6 +15,7 @@ from gossamer.methods.moba import MoBA
 from gossamer.methods.nsa import NSA
 from gossamer.methods.pisa import PISA
 from gossamer.methods.radial import Radial
+from gossamer.methods.registry import get_method, get_method_class, list_methods, register
 from gossamer.methods.scaling import ScalingAttention
 from gossamer.methods.sliding_window import SlidingWindow
 from gossamer.methods.sol import SolAttn
@@ -33,6 +26,7 @@ from gossamer.methods.svg_ear import SVGEAR
 from gossamer.methods.vattention import VAttention
 from gossamer.methods.vsa import VSA
 from gossamer.methods.xattention import XAttention
+from gossamer.plan.agreement import check_plan
 
 __all__ = [
     "NSA",

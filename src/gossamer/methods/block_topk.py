@@ -10,8 +10,9 @@ from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.errors import PlanError
-from gossamer.methods.base import check_count, check_share, register
 from gossamer.methods.blocked import BlockedMethod, pooled_scores
+from gossamer.methods.params import check_count, check_share
+from gossamer.methods.registry import register
 from gossamer.select import BlockLayout, top_blocks, top_mass
 
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.group import block_means
-from gossamer.methods.base import Method, State, check_count, check_share, logit_scale
+from gossamer.methods.base import Method, State, logit_scale
+from gossamer.methods.params import check_count, check_share
 from gossamer.plan import KeyBlocks, SparsePlan
 from gossamer.select import BlockLayout, block_layout
 from gossamer.select.spans import visible_pairs

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.group.patches import Patches, line_tiles, patch_tiles
-from gossamer.methods.base import Method, State, check_count, check_share, register
-from gossamer.methods.geometric import check_number, only_one, runs_plan
+from gossamer.methods.base import Method, State
+from gossamer.methods.geometric import runs_plan
+from gossamer.methods.params import check_count, check_number, check_share, only_one
+from gossamer.methods.registry import register
 from gossamer.plan import SparsePlan
 from gossamer.select.runs import Runs
 

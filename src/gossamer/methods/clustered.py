@@ -10,7 +10,8 @@ from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.group import Clusters, ClusterSettings, Pairs, cluster_pairs, pack_tiles
-from gossamer.methods.base import Method, State, check_count, check_share, logit_scale
+from gossamer.methods.base import Method, State, logit_scale
+from gossamer.methods.params import check_count, check_share
 from gossamer.plan import KeyTokens, SparsePlan
 
 

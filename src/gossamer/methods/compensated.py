@@ -12,7 +12,8 @@ from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.group import Sorted, block_means, sort_by_group
-from gossamer.methods.base import Method, State, check_count, check_share, logit_scale
+from gossamer.methods.base import Method, State, logit_scale
+from gossamer.methods.params import check_count, check_share
 from gossamer.plan import KeyTokens, SparsePlan
 from gossamer.select import list_keys
 from gossamer.select.compensate import list_compensated

@@ -10,7 +10,8 @@ from typing import Any, ClassVar, Self
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.methods.base import Method, State, register
+from gossamer.methods.base import Method, State
+from gossamer.methods.registry import register
 from gossamer.plan import SparsePlan, full_plan
 
 

@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gossamer.methods.base import check_share, register
+from gossamer.methods.params import check_share
 from gossamer.methods.regions import RegionMethod, Regions, check_sides
+from gossamer.methods.registry import register
 from gossamer.select.spread import take_spread
 
 

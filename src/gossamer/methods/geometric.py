@@ -2,63 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError, described
 from gossamer.group.patches import Patches
 from gossamer.plan import KeyTokens, SparsePlan
 from gossamer.select.runs import Runs, list_runs, solve_knob
-
-
-def check_number(
-    method: str, name: str, value: float | None, *, zero: bool = False, optional: bool = False
-) -> None:
-    """Refuse what is not a finite number above 0, or from 0 on where `zero`.
-
-    None passes where it is `optional`.
-
-    Raises:
-        PlanError: Naming the parameter, the value and the range.
-    """
-    if value is None and optional:
-        return
-    if (
-        value is None
-        or isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value < 0
-        or (value == 0 and not zero)
-    ):
-        raise PlanError(
-            f"{method}: {name}={described(value)} must be a number {'>=' if zero else '>'} 0"
-        )
-
-
-def check_size(method: str, name: str, value: int) -> None:
-    """Refuse what is not an integer from 0 on.
-
-    Raises:
-        PlanError: Naming the parameter and the value.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise PlanError(f"{method}: {name}={described(value)} must be an integer >= 0")
-
-
-def only_one(method: str, **given: object) -> str | None:
-    """Return the name of the one parameter that is given, None for none.
-
-    Raises:
-        PlanError: More than one is given.
-    """
-    names = [name for name, value in given.items() if value is not None]
-    if len(names) > 1:
-        raise PlanError(f"{method}: give one of {', '.join(given)}, not {' and '.join(names)}")
-    return names[0] if names else None
 
 
 def band_entry(

@@ -12,8 +12,10 @@ from gossamer.call import Call
 from gossamer.errors import PlanError, described
 from gossamer.group import Draw, Pairs
 from gossamer.group.cocluster import co_cluster
-from gossamer.methods.base import State, check_share, logit_scale, register
+from gossamer.methods.base import State, logit_scale
 from gossamer.methods.clustered import ClusteredMethod
+from gossamer.methods.params import check_share
+from gossamer.methods.registry import register
 from gossamer.plan import KeyTokens
 from gossamer.select import (
     inclusion_by_importance,

@@ -25,7 +25,9 @@ from gossamer.group.relay import (
     patch_windows,
     segment_groups,
 )
-from gossamer.methods.base import Method, State, check_count, refuse_unused, register
+from gossamer.methods.base import Method, State
+from gossamer.methods.params import check_count, refuse_unused
+from gossamer.methods.registry import register
 from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan, join_text
 from gossamer.plan.visible import first_end
 

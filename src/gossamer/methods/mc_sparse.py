@@ -13,17 +13,10 @@ from gossamer.call import Call
 from gossamer.errors import PlanError, described
 from gossamer.group import Draw, kmeans, pack_tiles
 from gossamer.group.pddp import pddp
-from gossamer.methods.base import (
-    Method,
-    State,
-    check_count,
-    check_share,
-    logit_scale,
-    refuse_unused,
-    register,
-    without,
-)
+from gossamer.methods.base import Method, State, logit_scale, without
 from gossamer.methods.blocked import trimmed
+from gossamer.methods.params import check_count, check_share, refuse_unused
+from gossamer.methods.registry import register
 from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan
 from gossamer.select import block_layout
 from gossamer.select.exact import (

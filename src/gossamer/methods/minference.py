@@ -11,17 +11,10 @@ from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.errors import PlanError, described
-from gossamer.methods.base import (
-    Method,
-    State,
-    check_count,
-    check_share,
-    check_tensors,
-    logit_scale,
-    refuse_unused,
-    register,
-)
+from gossamer.methods.base import Method, State, check_tensors, logit_scale
 from gossamer.methods.blocked import block_plan, pooled_scores
+from gossamer.methods.params import check_count, check_share, refuse_unused
+from gossamer.methods.registry import register
 from gossamer.plan import SparsePlan
 from gossamer.select import BlockLayout, block_layout, top_blocks
 from gossamer.select.probe import Lines, line_sums, probe, probe_rows

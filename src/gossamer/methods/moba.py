@@ -11,16 +11,10 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.group import block_means
 from gossamer.group.places import place_means
-from gossamer.methods.base import (
-    Method,
-    State,
-    check_count,
-    check_share,
-    logit_scale,
-    refuse_unused,
-    register,
-)
+from gossamer.methods.base import Method, State, logit_scale
 from gossamer.methods.blocked import trimmed
+from gossamer.methods.params import check_count, check_share, refuse_unused
+from gossamer.methods.registry import register
 from gossamer.plan import KeyBlocks, SparsePlan
 from gossamer.select import BlockLayout, top_blocks
 from gossamer.select.whole_head import top_rows

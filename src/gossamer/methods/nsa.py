@@ -12,16 +12,10 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.errors import PlanError, described
 from gossamer.group import block_means
-from gossamer.methods.base import (
-    Method,
-    State,
-    check_count,
-    check_share,
-    logit_scale,
-    refuse_unused,
-    register,
-)
+from gossamer.methods.base import Method, State, logit_scale
 from gossamer.methods.blocked import block_plan
+from gossamer.methods.params import check_count, check_share, refuse_unused
+from gossamer.methods.registry import register
 from gossamer.plan import SparsePlan
 from gossamer.select import BlockLayout, block_layout, top_blocks
 from gossamer.select.spans import visible_pairs

@@ -8,8 +8,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gossamer.methods.base import check_share, refuse_unused, register
 from gossamer.methods.compensated import CompensatedMethod, Pooled
+from gossamer.methods.params import check_share, refuse_unused
+from gossamer.methods.registry import register
 from gossamer.select import top_blocks
 
 

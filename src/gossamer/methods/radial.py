@@ -11,16 +11,11 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.methods.base import Method, State, check_count, check_share, register
+from gossamer.methods.base import Method, State
 from gossamer.methods.blocked import block_plan
-from gossamer.methods.geometric import (
-    check_number,
-    check_size,
-    only_one,
-    padded_order,
-    places_valid,
-    valid_tokens,
-)
+from gossamer.methods.geometric import padded_order, places_valid, valid_tokens
+from gossamer.methods.params import check_count, check_number, check_share, check_size, only_one
+from gossamer.methods.registry import register
 from gossamer.plan import SparsePlan
 from gossamer.select.threshold import count_pairs, force_first, reach_density
 

@@ -13,8 +13,9 @@ from gossamer.call import Call
 from gossamer.errors import PlanError, described
 from gossamer.group import cubes
 from gossamer.group.places import place_means
-from gossamer.methods.base import Method, State, check_count, check_share, logit_scale
+from gossamer.methods.base import Method, State, logit_scale
 from gossamer.methods.blocked import trimmed
+from gossamer.methods.params import check_count, check_share
 from gossamer.plan import KeyBlocks, SparsePlan
 
 

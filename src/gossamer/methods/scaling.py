@@ -11,16 +11,10 @@ from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.errors import PlanError, UnsupportedError, described
-from gossamer.methods.base import (
-    Method,
-    State,
-    check_count,
-    check_share,
-    logit_scale,
-    refuse_unused,
-    register,
-)
+from gossamer.methods.base import Method, State, logit_scale
 from gossamer.methods.blocked import block_plan, trimmed
+from gossamer.methods.params import check_count, check_share, refuse_unused
+from gossamer.methods.registry import register
 from gossamer.plan import KeyBlocks, SparsePlan
 from gossamer.select import block_layout
 from gossamer.select.fidelity import ORIENTATIONS

@@ -12,17 +12,11 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.errors import PlanError, UnsupportedError, described
 from gossamer.group.patches import Patches, line_tiles, patch_tiles
-from gossamer.methods.base import (
-    Method,
-    State,
-    check_count,
-    check_share,
-    refuse_unused,
-    register,
-    without,
-)
+from gossamer.methods.base import Method, State, without
 from gossamer.methods.blocked import block_plan
-from gossamer.methods.geometric import band_entry, check_size, only_one, runs_plan
+from gossamer.methods.geometric import band_entry, runs_plan
+from gossamer.methods.params import check_count, check_share, check_size, only_one, refuse_unused
+from gossamer.methods.registry import register
 from gossamer.plan import SparsePlan, join_text
 from gossamer.plan.visible import first_end
 from gossamer.select import block_layout

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import PlanError, described
-from gossamer.methods.base import refuse_unused, register
 from gossamer.methods.compensated import CompensatedMethod, Pooled
+from gossamer.methods.params import refuse_unused
+from gossamer.methods.registry import register
 
 
 @register

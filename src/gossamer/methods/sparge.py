@@ -12,8 +12,10 @@ from gossamer.call import Call
 from gossamer.errors import PlanError, described
 from gossamer.group import block_means
 from gossamer.group.similarity import self_similarity
-from gossamer.methods.base import check_share, logit_scale, register
+from gossamer.methods.base import logit_scale
 from gossamer.methods.blocked import BlockedMethod
+from gossamer.methods.params import check_share
+from gossamer.methods.registry import register
 from gossamer.select import BlockLayout, top_mass
 from gossamer.select.spans import valid_queries
 

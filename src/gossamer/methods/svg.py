@@ -11,16 +11,11 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.counter import uniform
 from gossamer.errors import PlanError
-from gossamer.methods.base import (
-    Method,
-    State,
-    check_count,
-    check_share,
-    logit_scale,
-    register,
-)
+from gossamer.methods.base import Method, State, logit_scale
 from gossamer.methods.blocked import trimmed
-from gossamer.methods.geometric import check_size, padded_order, places_valid, valid_tokens
+from gossamer.methods.geometric import padded_order, places_valid, valid_tokens
+from gossamer.methods.params import check_count, check_share, check_size
+from gossamer.methods.registry import register
 from gossamer.plan import KeyBlocks, SparsePlan
 from gossamer.select.threshold import count_pairs, force_first, reach_density
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from gossamer.call import Call
 from gossamer.group import Pairs
-from gossamer.methods.base import check_share, refuse_unused, register
 from gossamer.methods.clustered import ClusteredMethod
+from gossamer.methods.params import check_share, refuse_unused
+from gossamer.methods.registry import register
 from gossamer.plan import KeyTokens
 from gossamer.select import list_keys, take_clusters, top_mass
 

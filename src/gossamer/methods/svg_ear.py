@@ -11,8 +11,10 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.errors import PlanError, described
 from gossamer.group import Pairs
-from gossamer.methods.base import check_share, logit_scale, refuse_unused, register
+from gossamer.methods.base import logit_scale
 from gossamer.methods.clustered import ClusteredMethod
+from gossamer.methods.params import check_share, refuse_unused
+from gossamer.methods.registry import register
 from gossamer.plan import KeyTokens
 from gossamer.select import list_keys, top_mass
 from gossamer.select.compensate import list_compensated

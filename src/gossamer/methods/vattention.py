@@ -14,15 +14,9 @@ from gossamer.call import Call
 from gossamer.errors import PlanError, described
 from gossamer.group import ClusterSettings, pack_tiles
 from gossamer.group.pairs import cluster_queries
-from gossamer.methods.base import (
-    Method,
-    State,
-    check_count,
-    check_share,
-    logit_scale,
-    refuse_unused,
-    register,
-)
+from gossamer.methods.base import Method, State, logit_scale
+from gossamer.methods.params import check_count, check_share, refuse_unused
+from gossamer.methods.registry import register
 from gossamer.plan import KeyTokens, SparsePlan
 from gossamer.select.uniform_rest import Chosen, ExactAndRest
 

@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from gossamer.methods.base import check_share, refuse_unused, register
+from gossamer.methods.params import check_share, refuse_unused
 from gossamer.methods.regions import RegionMethod, Regions, check_sides
+from gossamer.methods.registry import register
 from gossamer.select import top_blocks
 from gossamer.select.spread import take_spread
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from gossamer.call import Call
 from gossamer.errors import PlanError, described
 from gossamer.group.antidiagonal import Strides, antidiagonal_mass
-from gossamer.methods.base import check_count, check_share, logit_scale, refuse_unused, register
+from gossamer.methods.base import logit_scale
 from gossamer.methods.blocked import BlockedMethod
+from gossamer.methods.params import check_count, check_share, refuse_unused
+from gossamer.methods.registry import register
 from gossamer.select import BlockLayout
 from gossamer.select.mass_beside import top_mass_beside
 from gossamer.select.spans import valid_queries
