@@ -50,24 +50,34 @@ def test_it_passes_the_laws(installed: dict[str, str]) -> None:
     assert "10 passed" in out
 
 
-def test_one_that_does_not_load_is_left_out_with_its_name(
-    installed: dict[str, str], tmp_path: Path
-) -> None:
-    """The others go on working, of this package and of the broken one's neighbours."""
-    info = tmp_path / "broken-1.0.dist-info"
+def beside(installed: dict[str, str], folder: Path, name: str, entries: str, shown: str) -> str:
+    """Return what `shown` is where a further package declares methods, and what is warned of.
+
+    `shown` are expressions in Python; `names` are those of `list_methods()`.
+    """
+    info = folder / f"{name}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[gossamer.methods]\nbroken = no_such_module:X\n")
-    both = {**installed, "PYTHONPATH": os.pathsep.join([installed["PYTHONPATH"], str(tmp_path)])}
-    code = """
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[gossamer.methods]\n{entries}")
+    path = os.pathsep.join([installed["PYTHONPATH"], str(folder)])
+    code = f"""
 import warnings
 import gossamer as gs
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     names = gs.list_methods()
-print("broken" in names, "near-frames" in names, "svg2" in names, [str(w.message) for w in caught])
+print({shown})
+print(*[w.message for w in caught], sep="\\n")
 """
-    said = run(both, "-c", code)
+    return run({**installed, "PYTHONPATH": path}, "-c", code)
+
+
+def test_one_that_does_not_load_is_left_out_with_its_name(
+    installed: dict[str, str], tmp_path: Path
+) -> None:
+    """The others go on working, of this package and of the broken one's neighbours."""
+    shown = '"broken" in names, "near-frames" in names, "svg2" in names'
+    said = beside(installed, tmp_path, "broken", "broken = no_such_module:X\n", shown)
     assert said.startswith("False True True")
     assert "'broken' (no_such_module:X) of another package does not load" in said
 
@@ -76,26 +86,12 @@ def test_one_that_takes_a_name_or_has_another_is_left_out(
     installed: dict[str, str], tmp_path: Path
 ) -> None:
     """A built-in method stays what it is, and an entry point's name is the method's."""
-    info = tmp_path / "thief-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: thief\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[gossamer.methods]\nsvg2 = thief:Thief\nalias = gossamer_near_frames:NearFrames\n"
-    )
     (tmp_path / "thief.py").write_text(
         'import gossamer as gs\nclass Thief(gs.Dense):\n    name = "svg2"\n'
     )
-    both = {**installed, "PYTHONPATH": os.pathsep.join([str(tmp_path), installed["PYTHONPATH"]])}
-    code = """
-import warnings
-import gossamer as gs
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    names = gs.list_methods()
-print("alias" in names, "near-frames" in names, type(gs.get_method("svg2")) is gs.SVG2)
-print(*[w.message for w in caught], sep="\\n")
-"""
-    said = run(both, "-c", code)
+    entries = "svg2 = thief:Thief\nalias = gossamer_near_frames:NearFrames\n"
+    shown = '"alias" in names, "near-frames" in names, type(gs.get_method("svg2")) is gs.SVG2'
+    said = beside(installed, tmp_path, "thief", entries, shown)
     assert said.startswith("False True True")
     assert "thief.Thief cannot be registered as 'svg2', the name of gossamer.methods.svg2" in said
     assert "gossamer_near_frames.NearFrames has the name 'near-frames': name the entry" in said

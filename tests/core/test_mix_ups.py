@@ -135,15 +135,14 @@ VIRTUAL = gs.SparsePlan(
 )
 
 
-@pytest.mark.parametrize("odd", ODD)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    ("place", "odd"),
+    [(place, odd) for place, (_, takes) in PLACES.items() for odd in ODD if odd not in takes],
+)
 def test_it_is_refused_in_one_line_without_contents(place: str, odd: str) -> None:
-    take, takes = PLACES[place]
-    if odd in takes:
-        return
-    with pytest.raises((gs.GossamerError, TypeError)) as caught:
+    take, _ = PLACES[place]
+    with pytest.raises(gs.GossamerError) as caught:
         take(ODD[odd])
-    assert isinstance(caught.value, gs.GossamerError), repr(caught.value)
     message = str(caught.value)
     assert "\n" not in message
     assert len(message) < 500

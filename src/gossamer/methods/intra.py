@@ -26,7 +26,7 @@ from gossamer.group.relay import (
     segment_groups,
 )
 from gossamer.methods.base import Method, State
-from gossamer.methods.params import check_count, refuse_unused
+from gossamer.methods.params import check_count, check_size, refuse_unused
 from gossamer.methods.registry import register
 from gossamer.plan import KeyBlocks, KeyTokens, SparsePlan, join_text
 from gossamer.plan.visible import first_end
@@ -130,12 +130,8 @@ class Intra(Method):
         counts = ("groups", "interleave", "global_every", "global_groups", "global_block", "tile")
         for name in counts:
             check_count(self.name, name, getattr(self, name))
-        for name in ("span", "sink"):
-            value = getattr(self, name)
-            if value is None and name == "span":
-                continue
-            if value is None or not (_is_integer(value) and value >= 0):
-                raise PlanError(f"intra: {name}={described(value)} must be an integer >= 0")
+        check_size(self.name, "span", self.span, optional=True)
+        check_size(self.name, "sink", self.sink)
         for name, allowed in _CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
@@ -422,12 +418,11 @@ class Intra(Method):
 
         They are the first keys that are no padding.
         """
+        end = first_end(call.key_valid, number, device)
         if call.key_valid is None:
-            first = torch.arange(number, device=device)[None]
-            size = torch.full((1,), number, device=device)
-            return first, size, size
+            return torch.arange(number, device=device)[None], end, end
         first = (~call.key_valid).byte().argsort(dim=-1, stable=True)[:, :number]
-        return first, call.key_valid.sum(-1).clamp(max=number), first_end(call.key_valid, number)
+        return first, call.key_valid.sum(-1).clamp(max=number), end
 
 
 class _Rows(NamedTuple):

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError, described
+from gossamer.errors import PlanError
 from gossamer.group import block_means
 from gossamer.methods.base import Method, State, logit_scale
 from gossamer.methods.blocked import block_plan
-from gossamer.methods.params import check_count, check_share, refuse_unused
+from gossamer.methods.params import check_count, check_share, check_size, refuse_unused
 from gossamer.methods.registry import register
 from gossamer.plan import SparsePlan
 from gossamer.select import BlockLayout, block_layout, top_blocks
@@ -83,9 +83,7 @@ class NSA(Method):
         for name in ("selected", "local_blocks", "length", "stride", "block", "tile"):
             check_count(self.name, name, getattr(self, name))
         for name in ("first_blocks", "window"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise PlanError(f"{self.name}: {name}={described(value)} must be an integer >= 0")
+            check_size(self.name, name, getattr(self, name))
         for name in ("length", "block"):
             if getattr(self, name) % self.stride:
                 raise PlanError(

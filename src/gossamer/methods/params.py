@@ -63,12 +63,14 @@ def check_number(
         )
 
 
-def check_size(method: str, name: str, value: int) -> None:
-    """Refuse what is not an integer from 0 on.
+def check_size(method: str, name: str, value: int | None, *, optional: bool = False) -> None:
+    """Refuse what is not an integer from 0 on (None passes where it is `optional`).
 
     Raises:
         PlanError: Naming the parameter and the value.
     """
+    if value is None and optional:
+        return
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise PlanError(f"{method}: {name}={described(value)} must be an integer >= 0")
 

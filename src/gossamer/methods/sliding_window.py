@@ -182,8 +182,8 @@ class SlidingWindow(Method):
         shift = num_keys - num_queries
         begin = torch.arange(0, num_keys, self.block, device=device)
         touched = (begin < end + shift + right) & (begin + self.block > start + shift - left)
-        sinks = begin < _sink_end(call, sink, device)[:, None, None, None]  # [B|1, 1, 1, C]
-        keep = (touched | sinks) & layout.possible
+        sinks = first_end(call.key_valid, sink, device)[:, None, None, None]
+        keep = (touched | (begin < sinks)) & layout.possible  # [B|1, 1, R, C]
         plan = block_plan(keep, num_queries, num_keys, call, tile=self.tile, block=self.block)
         return replace(plan, window=(left, right, sink))
 
@@ -204,8 +204,8 @@ class SlidingWindow(Method):
             device=device,
         )
         begin = torch.arange(0, num_keys, block, device=device)
-        sink = _sink_end(call, self._sink(call, num_keys), device)[:, None, None, None]
-        entry = torch.where(begin < sink, -torch.inf, entry)  # [B|1, 1, R, C]
+        sinks = first_end(call.key_valid, self._sink(call, num_keys), device)
+        entry = torch.where(begin < sinks[:, None, None, None], -torch.inf, entry)  # [B|1, 1, R, C]
         entry = force_first(entry, layout.possible)
         if layout.forced is not None:
             entry = entry.masked_fill(layout.forced, -torch.inf)
@@ -253,13 +253,6 @@ class SlidingWindow(Method):
             tiles = patch_tiles(call.grid, self.tile, margin)
         runs = _windows(tiles, sides, self._sink(call, lengths[1]))
         return runs_plan(tiles, runs, lengths, call, device, knob=1.0, density=self.density)
-
-
-def _sink_end(call: Call, sink: int, device: torch.device) -> Tensor:
-    """Return where the sinks of each batch row end, [B|1] int64; padding is none."""
-    if call.key_valid is None or not sink:
-        return torch.full((1,), sink, device=device)
-    return first_end(call.key_valid, sink)
 
 
 def _sides(window: int) -> tuple[int, int]:

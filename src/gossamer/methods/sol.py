@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gossamer.errors import PlanError, described
 from gossamer.methods.compensated import CompensatedMethod, Pooled
-from gossamer.methods.params import refuse_unused
+from gossamer.methods.params import check_size, refuse_unused
 from gossamer.methods.registry import register
 
 
@@ -63,9 +63,7 @@ class SolAttn(CompensatedMethod):
         if not number or math.isnan(self.tau):
             raise PlanError(f"{self.name}: tau={described(self.tau)} must be a number")
         for name in ("near", "first_blocks"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise PlanError(f"{self.name}: {name}={described(value)} must be an integer >= 0")
+            check_size(self.name, name, getattr(self, name))
         if self.density is not None:
             refuse_unused(self, f"beside density={self.density:g}", "tau")
 

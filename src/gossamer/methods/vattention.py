@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from gossamer.call import Call
-from gossamer.errors import PlanError, described
+from gossamer.errors import PlanError
 from gossamer.group import ClusterSettings, pack_tiles
 from gossamer.group.pairs import cluster_queries
 from gossamer.methods.base import Method, State, logit_scale
-from gossamer.methods.params import check_count, check_share, refuse_unused
+from gossamer.methods.params import check_count, check_share, check_size, refuse_unused
 from gossamer.methods.registry import register
 from gossamer.plan import KeyTokens, SparsePlan
 from gossamer.select.uniform_rest import Chosen, ExactAndRest
@@ -114,12 +114,8 @@ class VAttention(Method):
         for name in ("query_clusters", "iterations", "warm_iterations", "tile"):
             optional = name == "query_clusters"
             check_count(self.name, name, getattr(self, name), optional=optional)
-        for name in ("sink_keys", "local"):
-            value = getattr(self, name)
-            if value is None and name == "local":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise PlanError(f"vattention: {name}={described(value)} must be an integer >= 0")
+        check_size(self.name, "sink_keys", self.sink_keys)
+        check_size(self.name, "local", self.local, optional=True)
         if self.density is not None and self.exact is not None and self.exact > self.density:
             raise PlanError(
                 f"vattention: exact={self.exact:g} must be at most density={self.density:g}"

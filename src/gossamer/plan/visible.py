@@ -31,13 +31,16 @@ def is_masked(plan: SparsePlan) -> bool:
     return plan.causal or plan.window is not None
 
 
-def first_end(valid: Tensor, number: int) -> Tensor:
-    """Return where the first `number` valid keys of each row end, [B] int64, exclusive.
+def first_end(valid: Tensor | None, number: int, device: torch.device) -> Tensor:
+    """Return where the first `number` valid keys of each row end, [B|1] int64, exclusive.
 
     Args:
-        valid: [B, S] bool.
+        valid: [B, S] bool; None where all keys are valid.
         number: How many; all S keys are in front of the end where fewer are valid.
+        device: Where the result lies.
     """
+    if valid is None or not number:
+        return torch.full((1,), number, dtype=torch.int64, device=device)
     before = valid.cumsum(-1) - valid.long()
     return (before < number).sum(-1)
 
@@ -47,10 +50,8 @@ def sink_ends(plan: SparsePlan) -> Tensor:
 
     They are the first keys that are no padding: prompts that are padded in front keep theirs.
     """
-    first = 0 if plan.window is None else plan.window[2]
-    if plan.key_valid is None or not first:
-        return torch.full((1,), first, dtype=torch.int64, device=plan.device)
-    return first_end(plan.key_valid, first)
+    number = 0 if plan.window is None else plan.window[2]
+    return first_end(plan.key_valid, number, plan.device)
 
 
 def padded_sinks(plan: SparsePlan) -> Tensor | None:

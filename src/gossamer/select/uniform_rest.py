@@ -150,9 +150,8 @@ class ExactAndRest:
         """Return the mask [L, r, S] of keys that are exact in any case, in their own order."""
         length, number = self.k.shape[2], self.queries.labels.shape[2]
         place = torch.arange(length, device=self.k.device)
-        end = torch.full_like(batch, self.sink_keys)
-        if self.call.key_valid is not None:
-            end = first_end(self.call.key_valid, self.sink_keys).expand(self.k.shape[0])[batch]
+        end = first_end(self.call.key_valid, self.sink_keys, self.k.device)
+        end = end.expand(self.k.shape[0])[batch]
         sink = (place < end[..., None]).expand(*head.shape, -1)
         if self.local is None:
             return sink

@@ -1,6 +1,7 @@
 """The forward kernel: a program for each query tile, or part of one, walks the tile's key row."""
 
-# pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: basic, reportOperatorIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 # ruff: noqa: ANN001, ANN201, ANN202, PLR0913, C901, SIM102 -- a kernel takes flat arguments, its types are
 # Triton's, and a branch at compile time is not one at run time
 
